@@ -1,0 +1,1 @@
+"""Jobs in, text out: the queue side of slotmill."""

@@ -1,0 +1,61 @@
+"""What the queue side refuses or fails with.
+
+    SlotmillError
+    ├── InvalidJob         a job that cannot be accepted: field, value, limit; becomes a final result with code `invalid`
+    │   └── UnknownVersion     an unknown major `v`; goes to `dead`
+    ├── UnknownJob         no such job on this queue (never there, or its result has expired)
+    ├── QueueFull          the bounded queue takes no more for now; carries `retry_after_s`
+    ├── ServerUnavailable  no usable Redis server; exit code 5
+    ├── EngineUnavailable  the engine did not start or is gone; exit code 6
+    └── WaitTimeout        a wait ended before the job did; exit code 4
+"""
+
+
+class SlotmillError(Exception):
+    """Base of all errors raised by the queue side and the client."""
+
+
+class InvalidJob(SlotmillError):
+    """A refused job. `value` is cut to 64 characters and never holds prompt text."""
+
+    code = "invalid"
+
+    def __init__(self, field: str, value: object, limit: str, job_id: str | None = None) -> None:
+        shown = str(value)
+        self.field = field
+        self.value = shown if len(shown) <= 64 else shown[:61] + "..."
+        self.limit = limit
+        self.job_id = job_id
+        super().__init__(f"{field}: {self.value}: {limit}")
+
+
+class UnknownVersion(InvalidJob):
+    """A job body of a major version that this worker does not speak."""
+
+    code = "unknown_version"
+
+
+class UnknownJob(SlotmillError):
+    """No such job on this queue."""
+
+    code = "unknown_job"
+
+
+class QueueFull(SlotmillError):
+    """The queue is at its bound."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServerUnavailable(SlotmillError):
+    """No usable Redis server; the message says what was tried and how to mend it."""
+
+
+class EngineUnavailable(SlotmillError):
+    """The engine process did not start or is gone."""
+
+
+class WaitTimeout(SlotmillError):
+    """A wait ended before the job did."""
