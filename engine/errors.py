@@ -1,11 +1,13 @@
 """What the engine refuses or fails with.
 
-    EngineError
-    ├── RequestRefused     one request cannot be served; names field, value, limit and remedy
-    ├── ModelUnsupported   this model cannot be served correctly; refused at start
-    ├── OutOfMemory        model and cache do not fit; carries the sizes that would
-    └── ConfigError        an option has a value that cannot work
+EngineError
+├── RequestRefused     one request cannot be served; names field, value, limit and remedy
+├── ModelUnsupported   this model cannot be served correctly; refused at start
+├── OutOfMemory        model and cache do not fit; carries the sizes that would
+└── ConfigError        an option has a value that cannot work
 """
+
+import textwrap
 
 
 class EngineError(Exception):
@@ -36,3 +38,8 @@ class OutOfMemory(EngineError):
 
 class ConfigError(EngineError):
     """An engine option has a value that cannot work: field, value, limit, remedy."""
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and beginning of a library's error, on one line, to go into a message of ours."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 240, placeholder=' ...')}"

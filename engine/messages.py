@@ -1,7 +1,7 @@
 """Plain dataclasses that cross the pipe between the queue side and the engine process. No torch here.
 
-    queue side -> engine:  Request (engine/request.py), Abort, Shutdown
-    engine -> queue side:  EngineLoading*, then EngineReady or EngineFailed; StepReport and RequestRejected after that
+queue side -> engine:  Request (engine/request.py), Abort, Shutdown
+engine -> queue side:  EngineLoading*, then EngineReady or EngineFailed; StepReport and RequestRejected after that
 """
 
 from dataclasses import dataclass

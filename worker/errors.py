@@ -1,13 +1,15 @@
 """What the queue side refuses or fails with.
 
-    SlotmillError
-    ├── InvalidJob         a job that cannot be accepted: field, value, limit; becomes a final result with code `invalid`
-    │   └── UnknownVersion     an unknown major `v`; goes to `dead`
-    ├── UnknownJob         no such job on this queue (never there, or its result has expired)
-    ├── QueueFull          the bounded queue takes no more for now; carries `retry_after_s`
-    ├── ServerUnavailable  no usable Redis server; exit code 5
-    ├── EngineUnavailable  the engine did not start or is gone; exit code 6
-    └── WaitTimeout        a wait ended before the job did; exit code 4
+SlotmillError
+├── InvalidJob         a job that cannot be accepted: field, value, limit; becomes a final result with code `invalid`
+│   └── UnknownVersion     an unknown major `v`; goes to `dead`
+├── InvalidOption      an option of the worker or the command line that cannot work; exit code 2
+├── UnknownJob         no such job on this queue (never there, or its result has expired)
+├── QueueFull          the bounded queue takes no more for now; carries `retry_after_s`
+├── ProtocolError      a frame or result that this version cannot read
+├── ServerUnavailable  no usable Redis server; exit code 5
+├── EngineUnavailable  the engine did not start or is gone; exit code 6
+└── WaitTimeout        a wait ended before the job did; exit code 4
 """
 
 
@@ -35,6 +37,10 @@ class UnknownVersion(InvalidJob):
     code = "unknown_version"
 
 
+class InvalidOption(SlotmillError):
+    """An option has a value that cannot work: option, value, limit, remedy."""
+
+
 class UnknownJob(SlotmillError):
     """No such job on this queue."""
 
@@ -47,6 +53,10 @@ class QueueFull(SlotmillError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ProtocolError(SlotmillError):
+    """A frame or a result that is not as docs/protocol.md says, or of another major version."""
 
 
 class ServerUnavailable(SlotmillError):

@@ -1,0 +1,1 @@
+"""Speed, measured as ratios against a peer or a limit. Nothing here is imported by the product."""

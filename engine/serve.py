@@ -1,0 +1,121 @@
+"""The engine process: `python -m engine.serve --fd N`.
+
+Speaks `engine.messages` over a connection on an inherited file descriptor. The first message it receives is the `EngineConfig`.
+It leaves when told to, and when the other end is gone, whatever the reason; signals are the queue side's business, so that a
+drain is not cut short when a terminal or an init system signals the whole process group.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, RequestRefused
+from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, Shutdown
+from engine.request import Request
+
+if TYPE_CHECKING:
+    from engine.core import Engine
+    from engine.model_runner import ModelRunner
+
+
+def main() -> int:
+    """Load, report, serve. Exit code 1 when the engine cannot start."""
+    parser = argparse.ArgumentParser(description="slotmill engine process; started by the worker")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the queue side")
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    _die_with_parent()
+    # Waiting threads sleep instead of spinning, so that the queue side is not starved. OpenMP reads it when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    conn = Connection(parser.parse_args().fd)
+    try:
+        return _load_and_serve(conn)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0  # the queue side is gone: nobody is left to serve or to tell
+
+
+def _die_with_parent() -> None:
+    """Linux kills this process when the thread that started it dies: an end of file is not seen while a model loads."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _load_and_serve(conn: Connection) -> int:
+    config: EngineConfig = conn.recv()
+    conn.send(EngineLoading("importing torch"))
+    started = time.perf_counter()
+    try:
+        from engine.core import Engine
+        from engine.model_runner import ModelRunner
+
+        conn.send(EngineLoading(f"loading {config.model}"))
+        runner = ModelRunner(config)
+    except EngineError as error:
+        conn.send(EngineFailed(str(error)))
+        return 1
+    conn.send(_ready(runner, time.perf_counter() - started))
+    gc.collect()
+    gc.freeze()  # what was loaded lives as long as the process: later collections need not look at it
+    serve(Engine(runner), conn)
+    return 0
+
+
+def serve(engine: "Engine", conn: Connection) -> None:
+    """Take requests, step while there is work, wait without spinning while there is none. Returns after `Shutdown`."""
+    while True:
+        stale = False
+        while conn.poll(None if not engine.has_work and not stale else 0):
+            message = conn.recv()
+            if isinstance(message, Shutdown):
+                return
+            stale |= _handle(engine, conn, message)
+        if engine.has_work:
+            conn.send(engine.step())
+        elif stale:
+            conn.send(engine.idle_report())
+
+
+def _handle(engine: "Engine", conn: Connection, message: object) -> bool:
+    """Act on one message; whether the last report no longer tells the truth."""
+    match message:
+        case Request():
+            try:
+                engine.add_request(message)
+            except RequestRefused as refusal:
+                conn.send(RequestRejected(message.request_id, refusal.field, str(refusal.value), refusal.limit, refusal.remedy))
+            return False
+        case Abort(request_id):
+            engine.abort(request_id)
+            return True
+        case _:
+            raise AssertionError(f"unknown message {type(message).__name__}")
+
+
+def _ready(runner: "ModelRunner", load_s: float) -> EngineReady:
+    limits, geometry = runner.scheduler_config, runner.geometry
+    return EngineReady(
+        model_dir=str(runner.tokenizer_dir),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        vocab_size=geometry.vocab_size,
+        eos_token_ids=tuple(geometry.eos_token_ids),
+        max_model_len=limits.max_model_len,
+        max_slots=limits.max_slots,
+        token_budget=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_bytes_per_token=runner.kv_bytes_per_token,
+        load_s=load_s,
+        memory_table=runner.memory_table(),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

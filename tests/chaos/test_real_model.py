@@ -1,0 +1,137 @@
+"""SmolLM2-135M behind real workers and a real server: what comes out of the queue equals transformers' `generate`.
+
+The prompts are real ones (MT-bench, and MGSM in eleven languages). The reference, each prompt alone, greedy and in fp32, is
+computed once.
+"""
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from tokenizers import Tokenizer
+
+from engine.model import resolve
+from tests.support.greedy import generate_greedy
+from tests.support.jobs import Producer
+from tests.support.wait import wait_until
+from tests.support.worker import WorkerUnderTest
+from worker.client import Client, Delta
+from worker.frames import Result
+
+MODEL = "smollm2-135m-instruct"
+NUM_TOKENS = 48
+LOAD_S = 120.0
+RUN_S = 240.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    return resolve(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    lines = (Path(__file__).parents[1] / "data" / "prompts_24.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
+
+
+@pytest.fixture(scope="module")
+def greedy(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return generate_greedy(model_dir, prompts, NUM_TOKENS)
+
+
+@contextmanager
+def real_worker(url: str, queue: str, *options: str) -> Iterator[WorkerUnderTest]:
+    """A worker on SmolLM2 in fp32, ready."""
+    engine = ("--engine-command", shlex.join((sys.executable, "-m", "engine.serve")))
+    worker = WorkerUnderTest("--redis-url", url, "--queue", queue, "--model", MODEL, "--dtype", "float32", *engine, *options)
+    try:
+        wait_until(lambda: worker.get("/readyz")[0] == 200, LOAD_S, "a ready worker")
+        yield worker
+    finally:
+        worker.close()
+
+
+def enqueue(client: Client, prompt: Sequence[int]) -> str:
+    return client.enqueue(prompt_token_ids=list(prompt), max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+
+def ids_of(result: Result) -> list[int]:
+    return list(result.choices[0].token_ids)
+
+
+def test_24_real_prompts_in_16_slots_and_120_blocks_are_preempted_and_equal_generate(
+    redis_url: str, queue: str, prompts: list[list[int]], greedy: list[list[int]]
+) -> None:
+    with real_worker(redis_url, queue, "--max-slots", "16", "--kv-blocks", "120") as worker, Client(redis_url, queue) as client:
+        jobs = [enqueue(client, prompt) for prompt in prompts]
+        results = [client.result(job_id, RUN_S) for job_id in jobs]
+        samples = worker.samples()
+
+    assert [ids_of(result) for result in results] == greedy
+    assert samples["preemptions_total", "recompute"] > 0
+    assert samples["kv_blocks_capacity", ""] == 120
+    assert sum(value for (name, _), value in samples.items() if name == "jobs_finished_total") == len(prompts)
+
+
+def test_a_worker_killed_in_the_middle_of_8_streams_leaves_no_gap_no_repeat_and_one_end(
+    redis_url: str, queue: str, redis_client: redis.Redis, prompts: list[list[int]], greedy: list[list[int]]
+) -> None:
+    lease = ("--lease-s", "3", "--max-slots", "8")
+    with (
+        real_worker(redis_url, queue, *lease) as survivor,
+        real_worker(redis_url, queue, *lease) as victim,
+        Client(redis_url, queue) as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        survivor.process.suspend()  # so that the other one takes all jobs
+        jobs = [enqueue(client, prompt) for prompt in prompts[:8]]
+        deltas: list[list[Delta]] = [[] for _ in jobs]
+
+        def follow(i: int) -> Result:
+            stream = client.stream(jobs[i], RUN_S)
+            deltas[i].extend(stream)
+            assert stream.result is not None
+            return stream.result
+
+        streams = [threads.submit(follow, i) for i in range(8)]
+        wait_until(lambda: min(map(num_tokens, deltas)) >= 4, RUN_S, "all 8 streaming")
+        seen_before_death = [num_tokens(of_one) for of_one in deltas]
+        survivor.process.resume()
+        victim.stop(signal.SIGKILL)
+        results = [stream.result(RUN_S) for stream in streams]
+
+    assert max(seen_before_death) < NUM_TOKENS, "one stream was over before the kill: it proves nothing"
+    for of_one, result, expected in zip(deltas, results, greedy, strict=False):
+        assert [token_id for delta in of_one for token_id in delta.token_ids] == expected
+        assert [delta.index for delta in of_one] == [sum(len(d.token_ids) for d in of_one[:i]) for i in range(len(of_one))]
+        assert [delta.finish_reason for delta in of_one if delta.finish_reason] == ["length"]
+        assert "".join(delta.text for delta in of_one) == result.choices[0].text
+        assert (result.state, ids_of(result), result.attempts) == ("succeeded", expected, 2)
+    ends = redis_client.xrange(f"slotmill:{{{queue}}}:done")
+    assert sorted(fields[b"id"].decode() for _, fields in ends) == sorted(jobs)
+
+
+def num_tokens(deltas: list[Delta]) -> int:
+    return sum(len(delta.token_ids) for delta in list(deltas))
+
+
+def test_a_bare_xadd_from_redis_cli_is_answered(redis_url: str, queue: str, redis_client: redis.Redis) -> None:
+    with real_worker(redis_url, queue, "--max-slots", "2") as worker:
+        job_id = Producer(redis_client, queue).add_json(prompt="Hello")
+        with Client(redis_url, queue) as client:
+            result = client.result(job_id, RUN_S)
+        assert worker.process.is_running()
+
+    assert (result.state, result.choices[0].finish_reason in ("stop", "length")) == ("succeeded", True)
+    assert result.choices[0].text

@@ -1,0 +1,153 @@
+"""The command line: options, environment, exit codes, one-line errors."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from engine.errors import ConfigError, ModelUnsupported
+from worker import cli, command, process
+from worker.errors import EngineUnavailable, InvalidJob, InvalidOption, ServerUnavailable, UnknownJob, WaitTimeout
+from worker.settings import Settings
+
+UNREACHABLE = "redis://:secret@127.0.0.1:1/0"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """What `worker start` would run with; nothing is run."""
+    seen: list[Settings] = []
+    monkeypatch.setattr(process, "run", lambda settings: seen.append(settings) or 0)
+    return seen
+
+
+def all_commands(group: click.Group) -> list[click.Command]:
+    found = []
+    for item in group.commands.values():
+        found += all_commands(item) if isinstance(item, click.Group) else [item]
+    return found
+
+
+def failing(error: BaseException) -> click.Group:
+    """A command line whose one command raises."""
+
+    @click.group(cls=command.Group)
+    def group() -> None: ...
+
+    @group.command()
+    def go() -> None:
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidJob("max_tokens", -3, "0..8"), 2),
+        (InvalidOption("--x: 1 is wrong"), 2),
+        (ConfigError("kv_blocks: 0 is below 1"), 2),
+        (UnknownJob("job a: not here"), 2),
+        (KeyboardInterrupt(), 3),
+        (WaitTimeout("job a: not ended in 1 s"), 4),
+        (ServerUnavailable("server: gone"), 5),
+        (EngineUnavailable("no engine"), 6),
+        (ModelUnsupported("model: odd"), 6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_is_one_line_and_its_exit_code(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(failing(error), ["go"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("worker: ")
+
+
+def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    command.run(failing(ServerUnavailable("server: gone")), ["go", "--verbose"])
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.splitlines()[-1] == "worker: server: gone"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["strat"], "strat"),
+        (["start", "--lease-s", "often"], "often"),
+        (["start", "--cpu", "--gpu", "0"], "--cpu and --gpu 0 exclude each other"),
+        (["start", "--cpu", "--lease-s", "0"], "--lease-s: 0 is outside"),
+        (["start", "--cpu", "--kv-blocks", "5", "--kv-memory", "0.5"], "exclude each other"),
+        (["start", "--cpu", "--block-size", "17"], "block_size: 17"),
+        (["start", "--cpu", "--redis-url", "localhost"], "--redis-url"),
+        (["enqueue"], "no prompt"),
+        (["enqueue", "a", "b", "--id", "x"], "--id: x: 2 prompts"),
+        (["enqueue", "a", "--temperature", "-1"], "temperature"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cli.cli, args) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "device_chosen" not in line]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize("args", [["enqueue", "a"], ["job", "show", "a"], ["job", "cancel", "a"], ["job", "result", "a"]])
+def test_no_server_is_code_5_in_one_line_without_the_password(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cli.cli, [*args, "--redis-url", UNREACHABLE]) == 5
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 1
+    assert "secret" not in shown
+
+
+def test_options_reach_the_settings(started: list[Settings]) -> None:
+    sizes = ["--max-slots", "3", "--token-budget", "64", "--kv-blocks", "9", "--block-size", "32", "--max-model-len", "100"]
+    rest = ["--model", "m", "--queue", "q", "--lease-s", "2", "--burst", "--dtype", "float32", "--threads", "1", "--gpu", "1"]
+    assert command.run(cli.cli, ["start", *sizes, *rest]) == 0
+    engine = started[0].engine
+    assert (engine.max_slots, engine.token_budget, engine.kv_blocks, engine.block_size) == (3, 64, 9, 32)
+    assert (engine.max_model_len, engine.dtype, engine.num_threads, engine.device) == (100, "float32", 1, "cuda:1")
+    assert (started[0].queue, started[0].lease_s, started[0].burst, started[0].model_name) == ("q", 2, True, "m")
+
+
+def test_options_are_read_from_the_environment(started: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"SLOTMILL_REDIS_URL": "redis://elsewhere", "SLOTMILL_CPU": "1", "SLOTMILL_LEASE_S": "12"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command.run(cli.cli, ["start"])
+    assert (started[0].redis_url, started[0].engine.device, started[0].lease_s) == ("redis://elsewhere", "cpu", 12)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:0")])
+def test_without_a_choice_the_first_gpu_is_taken_where_there_is_one(
+    started: list[Settings], monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "visible_gpus", lambda: gpus)
+    command.run(cli.cli, ["start"])
+    assert started[0].engine.device == device
+    assert "device_chosen" in capsys.readouterr().err
+
+
+def test_every_command_and_option_says_what_it_does() -> None:
+    commands = all_commands(cli.cli)
+    assert len(commands) >= 8
+    assert all(item.help for item in commands)
+    options = [param for item in commands for param in item.params if isinstance(param, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+
+
+def test_the_entry_point_knows_its_version() -> None:
+    shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("worker, version ")
+
+
+def test_worker_redis_prints_its_url_and_leaves_at_sigterm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "worker.cli", "redis", "--port", "0", "--data", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        assert server.stdout.readline().startswith("redis://127.0.0.1:")
+        server.terminate()
+        assert server.wait(10) == 0

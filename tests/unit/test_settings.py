@@ -1,0 +1,87 @@
+"""Options of a worker: what is refused, what is derived, what is shown."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from worker import settings as module
+from worker.errors import InvalidOption
+from worker.settings import Settings, hide_password, visible_gpus
+
+ENGINE = EngineConfig(model="m")
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 4000.0, float("nan")])
+def test_a_lease_that_cannot_work_is_refused(lease_s: float) -> None:
+    with pytest.raises(InvalidOption, match="--lease-s"):
+        Settings(engine=ENGINE, lease_s=lease_s)
+
+
+def test_a_port_out_of_range_is_refused() -> None:
+    with pytest.raises(InvalidOption, match=r"--metrics-port: 70000 .* use 9400"):
+        Settings(engine=ENGINE, metrics_port=70000)
+
+
+def test_a_url_of_another_scheme_is_refused_without_its_password() -> None:
+    with pytest.raises(InvalidOption, match=r"--redis-url: 'http://u:\*\*\*@host' is not a redis://"):
+        Settings(engine=ENGINE, redis_url="http://u:secret@host")
+
+
+def test_a_queue_name_that_would_break_the_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="queue"):
+        Settings(engine=ENGINE, queue="a{b}")
+
+
+def test_a_lease_may_miss_three_renewals() -> None:
+    assert Settings(engine=ENGINE, lease_s=30).renew_s == 7.5
+
+
+@pytest.mark.parametrize(("lease_s", "reclaim_s"), [(30, 10), (120, 10), (1.5, 0.5)])
+def test_reclaims_come_every_ten_seconds_or_three_in_a_short_lease(lease_s: float, reclaim_s: float) -> None:
+    assert Settings(engine=ENGINE, lease_s=lease_s).reclaim_s == reclaim_s
+
+
+def test_the_model_goes_by_the_name_it_was_asked_for_unless_another_is_given() -> None:
+    assert Settings(engine=ENGINE).model_name == "m"
+    assert Settings(engine=ENGINE, served_name="chat").model_name == "chat"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
+        ("rediss://user:secret@host/0?ssl_cert_reqs=none", "rediss://user:***@host/0?ssl_cert_reqs=none"),
+        ("redis://:se@cret@host/0", "redis://:***@host/0"),
+        ("unix:///run/redis.sock?db=1&password=secret", "unix:///run/redis.sock?db=1&password=***"),
+    ],
+)
+def test_a_password_is_never_shown(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that stands for /dev, on a machine with two GPUs."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(module, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("chosen", "count"), [(None, 2), ("", 0), ("1", 1), ("-1", 0), ("GPU-a,GPU-b", 2)])
+def test_gpus_are_counted_as_the_environment_restricts_them(
+    devices: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, count: int
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == count
+
+
+def test_a_machine_without_device_files_has_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DEVICES", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_gpus() == 0

@@ -1,0 +1,163 @@
+"""The command line: `worker start`, `enqueue`, `job`, `redis`, `model`, `demo`.
+
+Relies on `command` for what commands share. Leaves the work to the modules that each command imports when it runs, so that
+`worker --help` is quick and no client command loads what the worker needs.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from engine.config import EngineConfig
+from worker import log
+from worker.command import Group, is_verbose, option, queue_options, run
+from worker.errors import InvalidOption, ServerUnavailable
+from worker.job_commands import enqueue, job
+from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, ENGINE_COMMAND, Settings, visible_gpus
+
+EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(cls=Group, context_settings=HELP, epilog=EXIT_CODES)
+@click.version_option(package_name="slotmill", prog_name="worker")
+def cli() -> None:
+    """Bulk LLM inference: jobs from a Redis stream through a continuous batch, tokens streamed back."""
+
+
+@cli.command(short_help="See it work: a server, a worker, a small model.")
+@option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
+@option("--redis-url", default=None, metavar="URL", help="A server to use. Default: one of its own.")
+@option("--gpu", type=click.IntRange(min=0), default=None, help="GPU to use. Default: 0 where one is visible.")
+@option("--cpu", is_flag=True, default=False, help="Use the CPU.")
+@option("--plain", is_flag=True, default=None, help="Lines instead of panels. Default: where the output is no terminal.")
+def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain: bool | None) -> None:
+    """Start a server and a worker on a small model, ask it a dozen things, show where the slots went; leave nothing behind."""
+    from worker import demo as demonstration
+
+    raise click.exceptions.Exit(demonstration.run(model=model, redis_url=redis_url, gpu=gpu, cpu=cpu, plain=plain))
+
+
+@cli.command(short_help="Take jobs and answer them.")
+@option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
+@option("--served-name", default=None, help="What jobs call the model. Default: the value of --model.")
+@queue_options
+@option("--gpu", type=click.IntRange(min=0), default=None, help="GPU to use. Default: 0 where one is visible.")
+@option("--cpu", is_flag=True, default=False, help="Use the CPU.")
+@option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
+@option("--max-slots", type=int, default=None, help="Requests in one step. Default: from the device.")
+@option("--token-budget", type=int, default=None, help="Tokens computed in one step. Default: from the device.")
+@option("--kv-blocks", type=int, default=None, help="KV cache in blocks. Default: from the memory.")
+@option("--kv-memory", type=float, default=None, help="KV cache as a fraction of free memory (up to 1) or in bytes.")
+@option("--block-size", type=int, default=16, help="Tokens in one KV block.")
+@option("--max-model-len", type=int, default=None, help="Longest prompt plus output in tokens. Default: the model's.")
+@option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="Number format of the weights.",
+)
+@option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores.")
+@option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
+@option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
+@option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
+@option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
+@option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers.")
+def start(
+    *,
+    redis_url: str,
+    queue: str,
+    model: str,
+    served_name: str | None,
+    gpu: int | None,
+    cpu: bool,
+    burst: bool,
+    lease_s: float,
+    drain_s: float,
+    metrics_port: int,
+    metrics_host: str,
+    engine_command: str | None,
+    threads: int | None,
+    **sizes: object,
+) -> None:
+    """Take jobs from a queue and answer them until told to stop.
+
+    SIGTERM or Ctrl-C drains: no new jobs, those at hand go on for --drain-s, the rest is given back. Again leaves at once.
+    """
+    from worker import process
+
+    log.configure(verbose=is_verbose())
+    engine = EngineConfig(model=model, device=_device(gpu, cpu=cpu), num_threads=threads, **sizes)  # type: ignore[arg-type]
+    settings = Settings(
+        engine=engine,
+        redis_url=redis_url,
+        queue=queue,
+        served_name=served_name,
+        burst=burst,
+        lease_s=lease_s,
+        drain_s=drain_s,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
+        engine_command=tuple(shlex.split(engine_command)) if engine_command else ENGINE_COMMAND,
+    )
+    raise click.exceptions.Exit(process.run(settings))
+
+
+cli.add_command(enqueue)
+cli.add_command(job)
+
+
+@cli.command("redis", short_help="Run a server in the foreground.")
+@option("--port", type=click.IntRange(0, 65535), default=6379, help="Port on 127.0.0.1; 0 takes a free one.")
+@option("--data", type=click.Path(file_okay=False, path_type=Path), help="Directory to keep. Default: a temporary one.")
+def redis_server(port: int, data: Path | None) -> None:
+    """Run a server in the foreground, print its URL, and stop it at Ctrl-C."""
+    from worker.embedded import EmbeddedServer
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with EmbeddedServer(data, port or None) as server:
+            click.echo(server.url)
+            while os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
+    raise ServerUnavailable("server: it ended by itself; its data directory may be full or in use")
+
+
+@cli.group(cls=Group)
+def model() -> None:
+    """Model files."""
+
+
+@model.command("path")
+@click.argument("name")
+def model_path(name: str) -> None:
+    """Print the local directory of a model, fetched or converted if need be."""
+    from engine.model import resolve
+
+    click.echo(resolve(name))
+
+
+def _device(gpu: int | None, *, cpu: bool) -> str:
+    """`cpu` or `cuda:N`; without a choice the first GPU when one is visible, said in the log."""
+    if cpu and gpu is not None:
+        raise InvalidOption(f"--cpu and --gpu {gpu} exclude each other; give one of them")
+    if gpu is None and not cpu:
+        gpu = 0 if visible_gpus() else None
+        log.get("cli").info("device_chosen", device="cpu" if gpu is None else f"cuda:{gpu}", choose_with="--cpu or --gpu N")
+    return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
+def main() -> None:
+    """Entry point of the script `worker`."""
+    sys.exit(run(cli))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""The client library: put jobs in, stream tokens, fetch results, cancel.
+
+Relies on the broker for what changes a job, and on `worker/deltas.py` for what is new in a frame. Imports no torch. A lost
+connection is made anew, with growing and jittered pauses, as long as the caller's deadline and `patience_s` allow; a server
+that was never reached is reported at once.
+
+    with Client("redis://127.0.0.1:6379") as client:
+        stream = client.stream(client.enqueue("Why is the sky blue?", max_tokens=64))
+        for delta in stream:
+            print(delta.text, end="")
+        print(stream.result.usage)
+"""
+
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import redis
+
+from worker.broker import Broker, connect
+from worker.codec import has_lone_surrogate
+from worker.deltas import Assembler, Delta
+from worker.errors import InvalidJob, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
+from worker.frames import ControlFrame, Result, decode_frame, decode_result
+from worker.wire import encode_body, parse_body
+
+__all__ = ("Client", "Delta", "JobStream")
+
+ENDED = (b"succeeded", b"failed", b"cancelled", b"expired", b"dead")
+CHECK_S = 1.0
+"""Silence after which the server is asked whether the job has ended, or its log has more than was heard."""
+PAGE = 512
+"""Frames of the log read at a time."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+
+T = TypeVar("T")
+_ENTRY_ID = re.compile("[0-9]{1,20}-[0-9]{1,20}")
+_PASSING = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN")
+
+
+class Client:
+    """One queue as producers and readers see it. Threads may share it."""
+
+    def __init__(self, server: "str | redis.Redis", queue: str = "default", *, patience_s: float = 30.0) -> None:
+        """`server` is a URL (redis://, rediss://, unix://), or a client with bytes replies that stays the caller's to close.
+
+        `patience_s`: how long a server that has gone is waited for.
+        """
+        self._owns = isinstance(server, str)
+        self._redis: Any = _connect(server) if isinstance(server, str) else server
+        if self._redis.get_encoder().decode_responses:
+            raise ValueError("client: decode_responses is True, which cannot carry msgpack; pass one with False")
+        self._broker = Broker(self._redis, queue, worker_id="client")
+        self._keys = self._broker.keys
+        self._patience_s = patience_s
+        self._was_reached = False
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what this client opened."""
+        self._broker.close()
+        if self._owns:
+            self._redis.close()
+
+    def enqueue(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        id: str | None = None,  # noqa: A002  the name of the field
+        priority: str = "normal",
+        idempotency_key: str | None = None,
+        max_queued: int | None = None,
+        **fields: object,
+    ) -> str:
+        """Put a job in; its id. `fields` are those of a job body (docs/protocol.md), checked here as a worker would.
+
+        With an `id` or `idempotency_key` that is known nothing is put in and the id that is there is answered, so a call that
+        failed may be repeated. `max_queued` bounds the jobs that have not ended. Raises `InvalidJob`, `QueueFull`,
+        `ServerUnavailable`.
+        """
+        given = {"prompt": prompt, "messages": None if messages is None else [dict(message) for message in messages]}
+        body = {name: value for name, value in given.items() if value is not None} | fields
+        job_id = uuid.uuid4().hex if id is None else id
+        job = parse_body(body | {"id": job_id, "priority": priority})
+        if idempotency_key is not None and (not 1 <= len(idempotency_key) <= 512 or has_lone_surrogate(idempotency_key)):
+            raise InvalidJob("idempotency_key", f"text of {len(idempotency_key)}", "1 to 512 characters", job_id)
+        packed = encode_body(body)
+        reply = self._call(  # safe to repeat: the server knows the id
+            lambda: self._broker.enqueue(
+                job_id,
+                priority,
+                packed,
+                idempotency_key=idempotency_key,
+                max_queued=max_queued,
+                deadline_ms=job.deadline_ms,
+                tenant=job.tenant,
+                batch_id=job.batch_id,
+            )
+        )
+        if reply.status == "full":
+            limit = f"{max_queued} jobs have not ended, which is max_queued; come again in {reply.retry_after_s:g} s"
+            raise QueueFull(f"queue {self._keys.queue}: {limit}", reply.retry_after_s)
+        return reply.job_id
+
+    def stream(self, job_id: str, timeout_s: float | None = None) -> "JobStream":
+        """What the job has produced and will produce, from its first token to its end."""
+        return JobStream(self, job_id, timeout_s)
+
+    def result(self, job_id: str, timeout_s: float | None = None) -> Result:
+        """Wait for the job's end. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`."""
+        stream = self.stream(job_id, timeout_s)
+        if (stored := self._call(lambda: self._broker.result(job_id))) is not None:
+            return decode_result(stored)
+        for _ in stream:
+            pass
+        assert stream.result is not None
+        return stream.result
+
+    def cancel(self, job_id: str) -> str:
+        """Ask for the job's end; the state it is in. It ends soon, with what it has. Raises `UnknownJob`, `ServerUnavailable`.
+
+        The entry of a bare XADD answers `queued` and cannot be cancelled before a worker has claimed it.
+        """
+        _refuse_unwritable(job_id)
+        return self._call(lambda: self._broker.cancel(job_id)) or self.state(job_id)
+
+    def state(self, job_id: str) -> str:
+        """queued, delayed, running, succeeded, failed, cancelled, expired or dead. Raises `UnknownJob`, `ServerUnavailable`."""
+        _refuse_unwritable(job_id)
+        return self._call(lambda: self._state(job_id))
+
+    def _state(self, job_id: str) -> str:
+        state = self._broker.job(job_id).get("state")
+        return self._find(job_id) if state is None else state
+
+    def _find(self, job_id: str) -> str:
+        """The state of a job without a hash."""
+        stored = self._broker.result(job_id)
+        if stored is not None:
+            return decode_result(stored).state
+        if self._is_unclaimed_entry(job_id):
+            return "queued"
+        raise UnknownJob(f"job {job_id}: not on queue {self._keys.queue}: it never was, or its result has expired")
+
+    def _is_unclaimed_entry(self, job_id: str) -> bool:
+        """Whether it is the entry of a bare XADD, which is known by its entry id alone until a worker has claimed it."""
+        if not _ENTRY_ID.fullmatch(job_id):
+            return False
+        return any(self._redis.xrange(lane, job_id, job_id, count=1) for lane in self._keys.lanes)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call until the server answers. For what is safe to run twice."""
+        retry = _Retry(self, deadline=None)
+        while True:
+            try:
+                answer = function()
+            except redis.RedisError as error:
+                retry.pause(error)
+            else:
+                retry.reset()
+                return answer
+
+
+class JobStream:
+    """The deltas of one job, in order, each token once, whatever becomes of workers and connections; at the end its `result`.
+
+    Iterating raises `UnknownJob` when the queue does not know the job, or no longer does, `WaitTimeout` after `timeout_s`, and
+    `ServerUnavailable` when the server stays away. Iterating again begins at the first token again.
+    """
+
+    def __init__(self, client: Client, job_id: str, timeout_s: float | None = None) -> None:
+        _refuse_unwritable(job_id)
+        self.job_id = job_id
+        self.result: Result | None = None
+        """Set when the iteration has come to its end."""
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def __iter__(self) -> Iterator[Delta]:
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        retry = _Retry(self._client, deadline)
+        follower = _Follower(self._client, self.job_id, deadline, retry)
+        while follower.result is None:
+            try:
+                yield from follower.follow()
+            except redis.RedisError as error:
+                retry.pause(error)
+        self.result = follower.result
+
+
+class _Follower:
+    """Follows one job over one connection after another: subscribe, then replay the log, then live."""
+
+    def __init__(self, client: Client, job_id: str, deadline: float | None, retry: "_Retry") -> None:
+        self.result: Result | None = None
+        self._client = client
+        self._redis: Any = client._redis
+        self._keys = client._keys
+        self._job_id = job_id
+        self._deadline = deadline
+        self._retry = retry
+        self._assembler = Assembler()
+        self._attempt = 0
+        self._last_replayed: bytes | None = None
+
+    def follow(self) -> Iterator[Delta]:
+        """Deltas until the job has ended. A `RedisError` may come at any time; call it again then."""
+        yield from self._catch_up(self._is_unread)
+        while self.result is None:
+            yield from self._listen()
+
+    def _listen(self) -> Iterator[Delta]:
+        job_id = self._job_id
+        with self._redis.pubsub() as pubsub:
+            pubsub.subscribe(self._keys.channel(job_id))
+            while self.result is None and self._job_id == job_id:
+                message = pubsub.get_message(timeout=self._wait_s())
+                if message is None:
+                    yield from self._catch_up(self._is_ahead)
+                elif message["type"] == "message":
+                    yield from self._take(message["data"])
+                else:  # a confirmation: our first, or another after redis-py has reconnected by itself
+                    yield from self._catch_up(self._is_unread)
+
+    def _wait_s(self) -> float:
+        if self._deadline is None:
+            return CHECK_S
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise WaitTimeout(f"job {self._job_id}: has not ended in the time given; it goes on: wait longer, or cancel it")
+        return min(CHECK_S, left_s)
+
+    def _take(self, data: bytes) -> Iterator[Delta]:
+        frame = decode_frame(data)
+        self._attempt = max(self._attempt, frame.attempt)
+        deltas = self._assembler.add(frame)
+        if deltas is None:
+            yield from self._replay()
+            deltas = self._assembler.add(frame)
+        yield from deltas or ()
+        if isinstance(frame, ControlFrame) and frame.event == "end":
+            yield from self._end(self._redis.get(self._keys.result(self._job_id)))
+
+    def _catch_up(self, is_news: Callable[[bytes], bool]) -> Iterator[Delta]:
+        """Look for what was not heard: an end, more in the log (`is_news` of its last entry), another id that the body named,
+        FLUSHALL.
+        """
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hmget(self._keys.job(self._job_id), "state", "alias")  # first: who has ended has a result
+        pipeline.xrevrange(self._keys.log(self._job_id), count=1)
+        pipeline.get(self._keys.result(self._job_id))
+        (state, alias), last, stored = pipeline.execute()
+        self._retry.reset()
+        if last and is_news(last[0][0]):
+            yield from self._replay()
+        if stored is not None:
+            yield from self._end(stored)
+        elif alias is not None:
+            self._job_id = alias.decode()
+        elif state is None or state in ENDED:
+            self._client._find(self._job_id)
+
+    def _is_unread(self, entry_id: bytes) -> bool:
+        """Whether the log has changed since the last replay: what a new connection has to know."""
+        return entry_id != self._last_replayed
+
+    def _is_ahead(self, entry_id: bytes) -> bool:
+        """Whether the log has tokens, or an attempt, that were not heard; its entries are named `<attempt>-<tokens logged>`.
+
+        What a silent connection has to know, at less cost: a slow job is silent between any two tokens.
+        """
+        attempt, _, num_tokens = entry_id.partition(b"-")
+        return (int(attempt), int(num_tokens)) > (self._attempt, self._assembler.num_tokens)
+
+    def _replay(self) -> Iterator[Delta]:
+        """All of the log from its start: after a failover it may be another than the one we knew."""
+        start = b"-"
+        while page := self._redis.xrange(self._keys.log(self._job_id), start, "+", count=PAGE):
+            for entry_id, fields in page:
+                frame = decode_frame(fields[b"m"])
+                self._attempt = max(self._attempt, frame.attempt)
+                yield from self._assembler.add(frame) or ()
+                self._last_replayed = entry_id
+            start = b"(" + page[-1][0]
+
+    def _end(self, stored: bytes | None) -> Iterator[Delta]:
+        if stored is not None:
+            result = decode_result(stored)
+            yield from self._assembler.finish(result)
+            self.result = result
+
+
+class _Retry:
+    """Pauses between attempts to reach the server, and when to stop trying."""
+
+    def __init__(self, client: Client, deadline: float | None) -> None:
+        self._client = client
+        self._deadline = deadline
+        self._failures = 0
+        self._failing_since = 0.0
+
+    def reset(self) -> None:
+        """The server has answered."""
+        self._failures = 0
+        self._client._was_reached = True
+
+    def pause(self, error: redis.RedisError) -> None:
+        """Wait a little; `ServerUnavailable` instead, when the error will not pass or the time is up."""
+        now = time.monotonic()
+        if not self._failures:
+            self._failing_since = now
+        until = min(self._failing_since + self._client._patience_s, self._deadline or float("inf"))
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
+        self._failures = min(self._failures + 1, 10)
+        if not self._may_pass(error) or now + pause_s > until:
+            raise ServerUnavailable(f"redis server {_where(self._client._redis)}: {_reason(error)}") from None
+        time.sleep(pause_s)
+
+    def _may_pass(self, error: redis.RedisError) -> bool:
+        if isinstance(error, (redis.AuthenticationError, redis.exceptions.AuthorizationError)):
+            return False
+        if isinstance(error, (redis.BusyLoadingError, redis.ReadOnlyError, redis.OutOfMemoryError)):
+            return True
+        if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
+            return self._client._was_reached
+        return str(error).startswith(_PASSING)
+
+
+def _connect(url: str) -> redis.Redis:
+    try:
+        return connect(url)
+    except (ValueError, TypeError):
+        raise ServerUnavailable("redis URL: cannot be read; write redis://host:6379/0, rediss://... or unix:///path") from None
+
+
+def _where(client: Any) -> str:
+    """Host and port, or path: never the URL, which may hold a password."""
+    kwargs = client.connection_pool.connection_kwargs
+    return str(kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}")
+
+
+def _reason(error: redis.RedisError) -> str:
+    lines = str(error).splitlines()
+    return f"{lines[0][:200] if lines else type(error).__name__}; start one with `worker redis`, or give the URL of another"
+
+
+def _refuse_unwritable(job_id: str) -> None:
+    if has_lone_surrogate(job_id):
+        raise UnknownJob(f"job {job_id!r}: no id can hold a lone surrogate")

@@ -1,0 +1,119 @@
+"""What all commands share: options that are environment variables too, errors in one line, exit codes.
+
+    0 all well   1 some jobs failed   2 bad input   3 cancelled   4 timeout   5 no server   6 no engine
+
+Relies on click. `--verbose` adds the traceback to any error.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+import redis
+
+from engine.errors import ConfigError, EngineError, RequestRefused
+from worker.errors import (
+    EngineUnavailable,
+    InvalidJob,
+    InvalidOption,
+    ServerUnavailable,
+    SlotmillError,
+    UnknownJob,
+    WaitTimeout,
+)
+from worker.settings import DEFAULT_QUEUE, DEFAULT_REDIS_URL
+
+OK, FAILED, BAD_INPUT, CANCELLED, TIMEOUT, NO_SERVER, NO_ENGINE = range(7)
+"""Exit codes."""
+
+_VERBOSE = "slotmill.verbose"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
+    ((InvalidJob, InvalidOption, UnknownJob, ConfigError, RequestRefused, UnicodeError), BAD_INPUT),
+    ((KeyboardInterrupt, click.Abort), CANCELLED),
+    ((WaitTimeout,), TIMEOUT),
+    ((ServerUnavailable, redis.RedisError), NO_SERVER),
+    ((EngineUnavailable, EngineError), NO_ENGINE),
+    ((SlotmillError, OSError), FAILED),
+)
+
+
+class Command(click.Command):
+    """A command that ends in one line and an exit code whatever happens, and knows `--verbose`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        verbose = click.Option(
+            ["--verbose"], is_flag=True, expose_value=False, callback=_note_verbose, help="Add the traceback to an error."
+        )
+        self.params.append(verbose)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. Errors that are known become their exit code, the others stay bugs with a traceback."""
+        try:
+            return super().invoke(ctx)
+        except tuple(kind for kinds, _ in _CODES for kind in kinds) as error:
+            if is_verbose():
+                click.echo(traceback.format_exc(), err=True, nl=False)
+            fail(str(error) or "cancelled", next(code for kinds, code in _CODES if isinstance(error, kinds)))
+
+
+class Group(click.Group):
+    """Commands in the order in which they were added, which is the order of use."""
+
+    command_class = Command
+    group_class = type
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names as `--help` lists them."""
+        del ctx
+        return list(self.commands)
+
+
+def fail(message: str, code: int) -> None:
+    """Say one line on stderr and leave with `code`."""
+    click.echo(f"worker: {' '.join(message.split())}", err=True)
+    raise click.exceptions.Exit(code)
+
+
+def is_verbose() -> bool:
+    """Whether the running command was given `--verbose`."""
+    return bool(click.get_current_context().meta.get(_VERBOSE))
+
+
+def _note_verbose(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
+    ctx.meta[_VERBOSE] = value
+
+
+def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """A click option that is `SLOTMILL_<OPTION>` in the environment as well, and shows both that and its default."""
+    long = next(name for name in names if name.startswith("--")).split("/")[0]
+    envvar = "SLOTMILL_" + long.removeprefix("--").replace("-", "_").upper()
+    return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
+
+
+def queue_options(function: F) -> F:
+    """Which server and which queue."""
+    function = option("--queue", default=DEFAULT_QUEUE, help="Name of the queue.")(function)
+    return option(
+        "--redis-url", default=DEFAULT_REDIS_URL, metavar="URL", help="redis://, rediss:// or unix:// URL of the server."
+    )(function)
+
+
+def run(group: click.Group, args: Sequence[str] | None = None) -> int:
+    """Parse and run; the exit code. What click itself refuses is one line too."""
+    try:
+        code = group.main(args=args, prog_name="worker", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return BAD_INPUT
+    except click.ClickException as error:
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "worker"
+        click.echo(f"{where}: {error.format_message()}", err=True)
+        return BAD_INPUT
+    except (click.Abort, KeyboardInterrupt):
+        return CANCELLED
+    return code if isinstance(code, int) else OK

@@ -1,0 +1,322 @@
+"""May we take another job now, and what becomes of one that was taken: refused, ended, or handed to the engine.
+
+The main thread's loop. Relies on the broker for claims, on `wire` and `text` for what a body means, on `engine.stopping` for
+whether a log already meets an end. Leaves everything after the hand-over to the reader and the publisher.
+
+A claimed job is held before anything can go wrong with it, so every road leads to an ending: whatever is unexpected fails that
+job alone, and what the server did not answer is tried again.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engine.messages import Abort
+from engine.request import Request, SamplingParams
+from engine.sequence import Sequence
+from engine.stopping import check_stop
+from worker import log
+from worker.attempt import CANCELLED, EXPIRED, RELEASED_BY_DRAIN, Attempt, Ending, State, internal_error
+from worker.broker import MAX_BODY_BYTES, Broker, Delivery
+from worker.errors import InvalidJob, SlotmillError, UnknownVersion
+from worker.frames import TokenFrame, decode_frame
+from worker.inflight import InFlight
+from worker.link import Link, LinkDownError
+from worker.metrics import Metrics
+from worker.output import Output
+from worker.reader import Reader, Serving
+from worker.settings import Settings
+from worker.text import Detokenizer, StopMatcher
+from worker.wire import Job, decode_job
+
+WAIT_S = 1.0
+AHEAD_DIVISOR = 16
+"""One job for 16 slots, one at least, is taken ahead: a slot that becomes free is filled in the next step and not after a
+round trip: with answers of 20 tokens that step would be 5 % of all slot-steps."""
+AHEAD_WAIT_S = 0.05
+"""Nothing is taken ahead before a worker with a free slot has had this time to take it."""
+RANK = {"high": 0, "normal": 1, "low": 2}
+
+_log = log.get("consumer")
+
+
+class Consumer:
+    """The loop that takes jobs."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        link: Link,
+        inflight: InFlight,
+        *,
+        reader: Reader,
+        metrics: Metrics,
+        settings: Settings,
+        send: Callable[[Request | Abort], None],
+    ) -> None:
+        """`send` hands a message to the engine."""
+        self._broker = broker
+        self._link = link
+        self._inflight = inflight
+        self._reader = reader
+        self._metrics = metrics
+        self._settings = settings
+        self._send = send
+        self._claimed: deque[Attempt] = deque()
+        self._has_group = False
+        self._reclaim_at = 0.0
+        self.turned_at = time.monotonic()
+        """When the loop last came around; a probe watches it."""
+
+    def run(self, may_go_on: Callable[[], bool]) -> None:
+        """Take jobs until `may_go_on` says no, or, with `burst`, until there are none."""
+        while may_go_on():
+            self.turned_at = time.monotonic()
+            try:
+                self._expire()
+                is_done = self._turn()
+            except LinkDownError:
+                self._link.pause()
+                continue
+            except SlotmillError:
+                raise  # a server that cannot serve
+            except Exception:  # noqa: BLE001  a worker that ends takes its neighbours' work with it
+                _log.error("turn_failed", exc_info=True)
+                self._link.pause()
+                continue
+            if is_done:
+                return
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait until an attempt has ended or `timeout_s` is over; ends what is past its deadline."""
+        self.turned_at = time.monotonic()
+        self._expire()
+        self._inflight.changed.wait(min(timeout_s, self._until_deadline_s()))
+        self._inflight.changed.clear()
+
+    def give_back_claimed(self) -> None:
+        """Release what was claimed and not started yet; for a worker that leaves."""
+        while self._claimed:
+            self._inflight.end(self._claimed.popleft(), RELEASED_BY_DRAIN)
+
+    def _turn(self) -> bool:
+        """Take what may be taken, or wait; whether a burst is over."""
+        if not self._has_group:
+            self._link.call("ensure_group", self._broker.ensure_group)
+            self._has_group = True
+        serving = self._reader.serving
+        if self._claimed and serving:
+            self._start_claimed(serving)
+        elif not serving or not (room := self._room(serving)):
+            self.wait_for_room(WAIT_S)
+        elif not self._claim(room):
+            if not self._settings.burst:
+                self._wait_for_entry(serving)
+            elif self._inflight.num_held:
+                self.wait_for_room(WAIT_S)
+            else:
+                return True
+        return False
+
+    def _room(self, serving: Serving) -> int:
+        """How many jobs may be taken now: those that find a free slot, or, after a moment, the few that are taken ahead."""
+        if (free := self._free_slots(serving)) > 0:
+            return free
+        ahead = max(1, serving.ready.max_slots // AHEAD_DIVISOR)
+        if free + ahead > 0:
+            self.wait_for_room(AHEAD_WAIT_S)
+            free = self._free_slots(serving)
+        return free if free > 0 else free + ahead
+
+    def _free_slots(self, serving: Serving) -> int:
+        return serving.ready.max_slots - self._inflight.num_open
+
+    def _claim(self, free: int) -> bool:
+        """Claim up to `free` jobs: of dead workers when it is time to look, and the queue's next. Whether there were any."""
+        if time.monotonic() >= self._reclaim_at:
+            skip = [attempt.delivery.entry_id for attempt in self._inflight.held()]
+            self._hold(self._link.call("reclaim", lambda: self._broker.reclaim(free, skip)))
+            self._reclaim_at = time.monotonic() + self._settings.reclaim_s * random.uniform(0.8, 1.0)
+        self._hold(self._link.call("fetch", lambda: self._broker.fetch(free - len(self._claimed))))
+        return bool(self._claimed)
+
+    def _hold(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            self._metrics.jobs_claimed.labels(delivery.source).inc()
+            attempt = Attempt(delivery, num_logged=delivery.num_logged)
+            self._inflight.add(attempt)
+            self._claimed.append(attempt)
+
+    def _start_claimed(self, serving: Serving) -> None:
+        """Start what is claimed, in order. An attempt stays in line while the server does not answer."""
+        while self._claimed:
+            self._start_guarded(self._claimed[0], serving)
+            self._claimed.popleft()
+
+    def _start_guarded(self, attempt: Attempt, serving: Serving) -> None:
+        try:
+            self._start(attempt, serving)
+        except InvalidJob as refusal:
+            self._refuse(attempt, refusal)
+        except LinkDownError:
+            raise
+        except Exception as error:  # noqa: BLE001  one bad job must not take the worker with it
+            _log.error("job_failed", job=attempt.delivery.job_id, error=type(error).__name__)
+            _log.debug("traceback", job=attempt.delivery.job_id, exc_info=True)
+            self._inflight.end(attempt, internal_error(error))
+
+    def _start(self, attempt: Attempt, serving: Serving) -> None:
+        """From a claimed entry to a request inside the engine, or to an ending. `InvalidJob` for what cannot be served."""
+        job = self._decode(attempt)
+        if job.id and job.id != attempt.delivery.job_id and not self._adopt(attempt, job.id):
+            return
+        attempt.job = job
+        self._note_first_claim(attempt)
+        if attempt.delivery.counted_attempts > job.max_attempts and not attempt.delivery.ending:
+            self._inflight.end(attempt, _dead_letter(attempt))
+            return
+        self._check_model(job)
+        attempt.prompt_token_ids = tuple(serving.tokenizer.encode_prompt(job, serving.ready.max_model_len))
+        attempt.output = self._replay(attempt, job, serving)
+        request = _request(attempt, job)
+        if ending := self._ending_without_engine(attempt, request, serving):
+            self._inflight.end(attempt, ending)
+            return
+        self._hand_over(attempt, request, serving)
+
+    def _hand_over(self, attempt: Attempt, request: Request, serving: Serving) -> None:
+        if not self._inflight.enter(attempt):
+            return
+        self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        self._metrics.resumed_tokens.inc(len(request.output_token_ids))
+        self._send(request)
+        if self._reader.serving is not serving:  # the engine died between the look and the hand-over
+            self._reader.give_back(attempt)
+
+    def _decode(self, attempt: Attempt) -> Job:
+        delivery = attempt.delivery
+        if delivery.fields is None:
+            raise InvalidJob("body", f"{delivery.size} bytes", f"at most {MAX_BODY_BYTES} bytes; shorten the prompt")
+        return decode_job(delivery.fields, lane=delivery.lane)
+
+    def _adopt(self, attempt: Attempt, job_id: str) -> bool:
+        """Continue under the id that the body names; False when that job exists, and this entry is a duplicate."""
+        adopted = self._link.call("adopt", lambda: self._broker.adopt(attempt.delivery, job_id))
+        self._inflight.done(attempt)
+        if adopted is None:
+            return False
+        attempt.delivery = adopted
+        self._inflight.add(attempt)
+        return True
+
+    def _note_first_claim(self, attempt: Attempt) -> None:
+        """The first claim ends the time in the queue, whoever made it."""
+        if attempt.delivery.attempt == 1:
+            self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
+        else:
+            known = self._link.call("read_job", lambda: self._broker.job(attempt.delivery.job_id))
+            attempt.claimed_at = int(known.get("started_ms", 0)) / 1000 or attempt.claimed_at
+
+    def _check_model(self, job: Job) -> None:
+        served = self._settings.model_name
+        if job.model is not None and job.model != served:
+            raise InvalidJob("model", job.model, f"this worker serves {served}; leave it out or name that one")
+
+    def _replay(self, attempt: Attempt, job: Job, serving: Serving) -> Output:
+        """An output that stands where the log ends."""
+        detokenizer = Detokenizer(serving.tokenizer, attempt.prompt_token_ids)
+        output = Output(detokenizer, StopMatcher(job.stop, job.include_stop), job.min_tokens)
+        if attempt.delivery.num_logged:
+            frames = self._link.call("read_log", lambda: self._broker.read_log(attempt.delivery.job_id))
+            output.replay(_logged_token_ids(frames))
+            assert len(output.token_ids) == attempt.delivery.num_logged, "the log holds another number of tokens than it says"
+        return output
+
+    def _ending_without_engine(self, attempt: Attempt, request: Request, serving: Serving) -> Ending | None:
+        """What ended before it came here: cancelled, past its deadline, or complete in the log."""
+        if attempt.delivery.ending:
+            return CANCELLED if attempt.delivery.ending == "cancelled" else EXPIRED
+        if is_past_deadline(attempt, time.time()):
+            return EXPIRED
+        assert attempt.output is not None
+        if attempt.output.is_stopped:
+            return Ending("succeeded", "stop")
+        if not request.output_token_ids:
+            return None
+        ready = serving.ready
+        sequence = Sequence(request, 0, frozenset(ready.eos_token_ids))
+        longest = min(ready.max_model_len, ready.num_blocks * ready.block_size)
+        stop = check_stop(sequence, longest, ready.max_model_len)
+        return Ending("succeeded", stop.reason.value, detail=stop.detail) if stop else None
+
+    def _refuse(self, attempt: Attempt, refusal: InvalidJob) -> None:
+        if attempt.delivery.ending:  # nobody waits for a reason any more
+            self._inflight.end(attempt, CANCELLED if attempt.delivery.ending == "cancelled" else EXPIRED)
+            return
+        if refusal.job_id and refusal.job_id != attempt.delivery.job_id and not self._adopt(attempt, refusal.job_id):
+            return
+        state: State = "dead" if isinstance(refusal, UnknownVersion) else "failed"
+        self._inflight.end(attempt, Ending(state, "error", refusal.code, str(refusal)))
+
+    def _wait_for_entry(self, serving: Serving) -> None:
+        if self._free_slots(serving) <= 0:
+            return  # only with a free slot: what the doorbell tells must be taken at once
+        wait_s = min(WAIT_S, self._until_deadline_s(), max(0.05, self._reclaim_at - time.monotonic()))
+        self._link.call("wait", lambda: self._broker.wait_for_entry(wait_s))
+
+    def _expire(self) -> None:
+        now = time.time()
+        for attempt in self._inflight.held():
+            if attempt.ending is None and is_past_deadline(attempt, now):
+                self._inflight.end(attempt, EXPIRED)
+
+    def _until_deadline_s(self) -> float:
+        """Seconds to the next deadline of an open attempt, at least 10 ms."""
+        deadlines = [
+            attempt.job.deadline_ms / 1000
+            for attempt in self._inflight.held()
+            if attempt.ending is None and attempt.job and attempt.job.deadline_ms is not None
+        ]
+        return max(0.01, min(deadlines) - time.time()) if deadlines else WAIT_S
+
+
+def is_past_deadline(attempt: Attempt, now: float) -> bool:
+    """Whether the job's own deadline has passed at unix time `now`."""
+    return attempt.job is not None and attempt.job.deadline_ms is not None and attempt.job.deadline_ms <= now * 1000
+
+
+def _request(attempt: Attempt, job: Job) -> Request:
+    assert attempt.output is not None
+    return Request(
+        request_id=attempt.request_id,
+        prompt_token_ids=attempt.prompt_token_ids,
+        params=SamplingParams(
+            max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
+            temperature=job.temperature,
+            top_k=job.top_k,
+            top_p=job.top_p,
+            seed=attempt.delivery.seed if job.seed is None else job.seed,
+            stop_token_ids=job.stop_token_ids,
+            ignore_eos=job.ignore_eos,
+        ),
+        output_token_ids=tuple(attempt.output.token_ids),
+        priority=RANK[job.priority],
+    )
+
+
+def _logged_token_ids(frames: list[bytes]) -> list[int]:
+    """The tokens of a log, in order; a frame counts from its own index on, whatever stood there before."""
+    token_ids: list[int] = []
+    for frame in map(decode_frame, frames):
+        if isinstance(frame, TokenFrame):
+            token_ids[frame.index :] = frame.token_ids
+        elif frame.event == "restart":
+            del token_ids[frame.index :]
+    return token_ids
+
+
+def _dead_letter(attempt: Attempt) -> Ending:
+    tried, limit = attempt.delivery.counted_attempts - 1, attempt.job.max_attempts if attempt.job else 0
+    return Ending("dead", "error", "dead_letter", f"max_attempts: {tried} workers died or lost it: at most {limit}")

@@ -1,0 +1,153 @@
+"""The attempts in our hands, and the few ways in which one leaves them.
+
+Shared by all threads of the worker, under one lock that is held for bookkeeping only. Relies on `Attempt`; leaves it to the
+consumer, the reader and the leases to say when something ends, and to the publisher to write it.
+
+1. An attempt is *held* from the claim until the server has acknowledged its end, or until it is dropped as somebody else's.
+2. It is *open* until it has an `ending`; only open attempts count against the slots.
+3. It is *inside* while the engine has it. Whoever ends it takes it out, so the engine's late tokens find nobody.
+4. An ending is set once and never changes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from worker import log
+from worker.attempt import Attempt, Ending
+from worker.metrics import Metrics
+
+_log = log.get("inflight")
+
+
+class InFlight:
+    """The table of attempts. `abort` tells the engine to free one; it must not block."""
+
+    def __init__(self, metrics: Metrics, abort: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._held: dict[str, Attempt] = {}
+        self._inside: dict[str, Attempt] = {}
+        self._dirty: set[Attempt] = set()
+        self.changed = threading.Event()
+        """Set when a slot may have become free; the consumer clears it."""
+        self.busy_since = 0.0
+        """`time.monotonic` of when the engine last got work after having none."""
+
+    def held(self) -> list[Attempt]:
+        """All attempts whose lease is ours to keep."""
+        with self._lock:
+            return list(self._held.values())
+
+    def inside(self) -> list[Attempt]:
+        """The attempts that the engine has."""
+        with self._lock:
+            return list(self._inside.values())
+
+    @property
+    def num_held(self) -> int:
+        """How many attempts are held."""
+        return len(self._held)
+
+    @property
+    def num_open(self) -> int:
+        """How many attempts are held and have no ending yet."""
+        with self._lock:
+            return sum(attempt.ending is None for attempt in self._held.values())
+
+    @property
+    def num_inside(self) -> int:
+        """How many attempts the engine has."""
+        return len(self._inside)
+
+    def get(self, request_id: str) -> Attempt | None:
+        """The attempt that the engine has under this name."""
+        with self._lock:
+            return self._inside.get(request_id)
+
+    def add(self, attempt: Attempt) -> None:
+        """Hold a claimed attempt."""
+        with self._lock:
+            self._held[attempt.request_id] = attempt
+
+    def enter(self, attempt: Attempt) -> bool:
+        """Note that the engine gets it next; False when it has ended or was lost meanwhile. Its start is now due in the log."""
+        with self._lock:
+            if attempt.ending or attempt.request_id not in self._held:
+                return False
+            if not self._inside:
+                self.busy_since = time.monotonic()
+            self._inside[attempt.request_id] = attempt
+            self._mark(attempt)
+            return True
+
+    def end(self, attempt: Attempt, ending: Ending, *, inside: bool = True) -> bool:
+        """Set how it ends, once; the publisher writes it. False when it has an ending already or was lost.
+
+        `inside` is false when the engine has let go of it by itself.
+        """
+        if attempt.output and ending.state != "released":
+            attempt.output.close()  # a job that goes on elsewhere keeps back what it held back
+        with self._lock:
+            if attempt.ending or attempt.request_id not in self._held:
+                return False
+            attempt.ending = ending
+            self._leave(attempt, abort=inside)
+            self._mark(attempt)
+        self.changed.set()
+        return True
+
+    def drop(self, attempt: Attempt, why: str) -> bool:
+        """Forget an attempt at a job that somebody else has now; False when it was gone already."""
+        if not self._remove(attempt):
+            return False
+        self._metrics.jobs_fenced.labels(why).inc()
+        self._metrics.wasted_tokens.labels("fenced").inc(attempt.num_in_vain)
+        _log.warning("job_fenced", job=attempt.delivery.job_id, attempt=attempt.delivery.attempt, found_by=why)
+        return True
+
+    def done(self, attempt: Attempt) -> bool:
+        """Let go of an attempt whose end is acknowledged."""
+        return self._remove(attempt)
+
+    def touch(self, attempts: Iterable[Attempt]) -> None:
+        """Tell the publisher that these have something new."""
+        with self._lock:
+            for attempt in attempts:
+                self._mark(attempt)
+
+    def wait_for_writing(self, timeout_s: float) -> set[Attempt]:
+        """The attempts touched since the last call, waiting for one up to `timeout_s`."""
+        with self._lock:
+            if not self._dirty:
+                self._written.wait(timeout_s)
+            dirty, self._dirty = self._dirty, set()
+            return dirty
+
+    def is_held(self, attempt: Attempt) -> bool:
+        """Whether it is still ours to write."""
+        with self._lock:
+            return attempt.request_id in self._held
+
+    def wake(self) -> None:
+        """Make the publisher look around, so that it sees that the worker leaves."""
+        with self._lock:
+            self._written.notify_all()
+
+    def _mark(self, attempt: Attempt) -> None:
+        self._dirty.add(attempt)
+        self._written.notify_all()
+
+    def _leave(self, attempt: Attempt, *, abort: bool) -> None:
+        if self._inside.pop(attempt.request_id, None) and abort:
+            self._abort(attempt.request_id)
+
+    def _remove(self, attempt: Attempt) -> bool:
+        with self._lock:
+            found = self._held.pop(attempt.request_id, None) is not None
+            self._dirty.discard(attempt)
+            self._leave(attempt, abort=True)
+        self.changed.set()
+        return found

@@ -1,0 +1,80 @@
+"""What every key of a queue is called and how long it lives; docs/protocol.md lists them for others.
+
+The queue's name stands in braces, so all keys of a queue share one cluster slot and every transition can be one
+script. The scripts in worker/scripts build `job:`, `tok:` and `res:` keys from `Keys.prefix`; nothing else spells a
+key. Nothing here talks to a server.
+"""
+
+import re
+from typing import Final
+
+from engine.errors import ConfigError
+
+LANES: Final = ("high", "normal", "low")
+GROUP: Final = "workers"
+
+RESULT_TTL_S: Final = 86_400
+"""Life of a result, and of an ended job's hash and log, unless the job says otherwise; a running job's log is kept this long
+after its last frame."""
+IDEMPOTENCY_TTL_S: Final = 86_400
+HEARTBEAT_S: Final = 5
+WORKER_TTL_S: Final = 3 * HEARTBEAT_S
+DONE_MAXLEN: Final = 10_000
+DEAD_MAXLEN: Final = 10_000
+
+_QUEUE_NAME: Final = re.compile(r"[^\s{}\x00-\x1f]{1,128}")
+
+
+class Keys:
+    """The keys of one queue, as text.
+
+    Raises ConfigError for a queue name that is empty, longer than 128 characters, or holds braces or white space.
+    """
+
+    def __init__(self, queue: str) -> None:
+        if not _QUEUE_NAME.fullmatch(queue):
+            limit = "1 to 128 characters, no braces, no white space"
+            raise ConfigError(f"queue: {queue[:64]!r}: {limit}; choose another name, such as 'default'")
+        self.queue = queue
+        self.prefix = f"slotmill:{{{queue}}}:"
+        self.lanes = tuple(self.lane(priority) for priority in LANES)
+        self.control = f"{self.prefix}ctl"
+        self.done = f"{self.prefix}done"
+        self.dead = f"{self.prefix}dead"
+        self.delayed = f"{self.prefix}delayed"
+        self.workers = f"{self.prefix}workers"
+        self.cursor = f"{self.prefix}cursor"
+        self.config = f"{self.prefix}cfg"
+
+    def lane(self, priority: str) -> str:
+        """The stream of jobs of this priority: high, normal or low."""
+        assert priority in LANES, priority
+        return f"{self.prefix}jobs:{priority}"
+
+    def job(self, job_id: str) -> str:
+        """Hash with the job's state; no lifetime until the job ends."""
+        return f"{self.prefix}job:{job_id}"
+
+    def log(self, job_id: str) -> str:
+        """Stream of the frames made so far, entry ids `<attempt>-<tokens logged>`."""
+        return f"{self.prefix}tok:{job_id}"
+
+    def result(self, job_id: str) -> str:
+        """The stored result, msgpack."""
+        return f"{self.prefix}res:{job_id}"
+
+    def channel(self, job_id: str) -> str:
+        """Channel that carries the same frames as the log."""
+        return f"{self.prefix}ch:{job_id}"
+
+    def parked(self, job_id: str) -> str:
+        """Body of a job that is not yet due."""
+        return f"{self.prefix}parked:{job_id}"
+
+    def idempotency(self, key: str) -> str:
+        """Job id that an idempotency key stands for."""
+        return f"{self.prefix}idem:{key}"
+
+    def worker(self, worker_id: str) -> str:
+        """Hash with what a worker last said of itself."""
+        return f"{self.prefix}worker:{worker_id}"

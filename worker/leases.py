@@ -1,0 +1,119 @@
+"""Keeps what is ours: renewals and heartbeats from a thread and a connection of their own, and the queue's gauges.
+
+Relies on `InFlight` for what is held and on the broker for the scripts. Leaves taking jobs, also reclaimed ones, to `consumer`.
+
+1. A worker that may have lost its leases writes nothing (`is_current`); the scripts would refuse it, this refuses it earlier.
+2. A worker whose engine stands still lets its leases run out, so that its jobs go on elsewhere.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from worker import log
+from worker.attempt import CANCELLED
+from worker.broker import Broker
+from worker.inflight import InFlight
+from worker.keys import HEARTBEAT_S
+from worker.link import Link, LinkDownError
+from worker.metrics import Metrics
+from worker.settings import Settings
+
+STOP_S = 1.0
+STALL_S = 60.0
+"""An engine that holds work and reports no step for this long is taken for stuck."""
+
+_log = log.get("leases")
+
+
+class Leases:
+    """The lease thread."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        link: Link,
+        inflight: InFlight,
+        *,
+        metrics: Metrics,
+        settings: Settings,
+        stalled_for_s: Callable[[], float],
+        about: Callable[[], Mapping[str, str | int | float]],
+    ) -> None:
+        """`about` is what the heartbeat says of the worker."""
+        self._broker = broker
+        self._link = link
+        self._inflight = inflight
+        self._metrics = metrics
+        self._settings = settings
+        self._stalled_for_s = stalled_for_s
+        self._about = about
+        self._leave = threading.Event()
+        self._renewed_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, without waiting for a server that does not answer."""
+        self._leave.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+
+    def is_current(self) -> bool:
+        """Whether no lease of ours can have run out."""
+        return time.monotonic() - self._renewed_at < self._settings.lease_s
+
+    def age_max_s(self) -> float:
+        """Seconds since the last renewal while anything is held, else 0."""
+        return time.monotonic() - self._renewed_at if self._inflight.num_held else 0.0
+
+    def _run(self) -> None:
+        renew_at = beat_at = 0.0
+        while not self._leave.is_set():
+            now = time.monotonic()
+            try:
+                if now >= renew_at:
+                    self.renew()
+                    renew_at = now + self._settings.renew_s
+                if now >= beat_at:
+                    self.beat()
+                    beat_at = now + HEARTBEAT_S
+            except LinkDownError:
+                self._link.pause()
+                continue
+            except Exception:  # noqa: BLE001  without this thread every lease is lost
+                _log.error("renewal_failed", exc_info=True)
+                self._link.pause()
+            self._leave.wait(max(0.0, min(renew_at, beat_at) - time.monotonic()))
+
+    def renew(self) -> None:
+        """Extend all leases, drop what others have taken, end what was cancelled."""
+        if self._stalled_for_s() > STALL_S:
+            _log.error("engine_stalled", renews="no", seconds=round(self._stalled_for_s()))
+            return
+        held, started = self._inflight.held(), time.monotonic()
+        if not held:
+            self._renewed_at = started
+            return
+        reply = self._link.call("renew", lambda: self._broker.renew([attempt.delivery for attempt in held]))
+        self._renewed_at = started
+        self._metrics.lease_renew_duration_seconds.observe(time.monotonic() - started)
+        for attempt in held:
+            if attempt.ending:
+                continue  # its end is on the way: whether that was refused, the publisher learns by itself
+            if attempt.delivery.job_id in reply.lost and self._inflight.drop(attempt, "renew"):
+                self._metrics.leases_lost.labels("taken").inc()
+            elif attempt.delivery.job_id in reply.cancelled:
+                self._inflight.end(attempt, CANCELLED)
+
+    def beat(self) -> None:
+        """Say that we live, and read how full the queue is."""
+        self._link.call("heartbeat", lambda: self._broker.heartbeat(self._about()))
+        counts = self._link.call("queue_counts", self._broker.queue_counts)
+        for priority, lane in counts.items():
+            self._metrics.queue_entries.labels(priority).set(lane.entries)
+            self._metrics.queue_pending.labels(priority).set(lane.pending)
+            self._metrics.queue_oldest_age_seconds.labels(priority).set(lane.oldest_age_s)

@@ -1,0 +1,199 @@
+"""The worker process: its threads, its signals, and the orderly way out.
+
+    main            consumer: takes jobs, and waits
+    engine-reader   bridge and reader: tokens in, text out
+    engine-sender   bridge: requests and aborts
+    publisher       frames and results
+    leases          renewals, heartbeat, queue gauges
+    health          probes and scrapes
+
+Never imports torch. Leaves every decision to the parts; here they are put together and taken apart.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+from engine.messages import Abort
+from worker import log
+from worker.attempt import RELEASED_BY_DRAIN
+from worker.bridge import EngineSupervisor
+from worker.broker import Broker, connect
+from worker.consumer import Consumer
+from worker.errors import EngineUnavailable
+from worker.health import HealthServer, Probes
+from worker.inflight import InFlight
+from worker.leases import STALL_S, Leases
+from worker.link import Link
+from worker.metrics import Metrics, Watched
+from worker.publisher import Publisher
+from worker.reader import Reader
+from worker.settings import Settings, hide_password
+
+MAX_SILENCE_S = 10.0
+"""A worker that no script has run for this long is not ready."""
+MAX_TURN_S = 60.0
+"""A main loop that has not come around for this long is not alive."""
+RELEASE_S = 3.0
+"""How long a leaving worker tries to give back what is left."""
+
+_log = log.get("process")
+
+
+class WorkerProcess:
+    """One worker. `run` once, from the main thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._signals = 0
+        self.metrics = Metrics()
+        self._throttle = log.Throttle()
+        self._links: list[Link] = []
+        self._brokers: list[Broker] = []
+        self._inflight = InFlight(self.metrics, lambda request_id: self._engine.send(Abort(request_id)))
+        self._reader = Reader(self._inflight, self.metrics, settings.model_name, self._inflight.changed.set)
+        self._engine = EngineSupervisor(settings.engine, settings.engine_command, self._reader)
+        self._leases = Leases(
+            *self._connection("leases"),
+            self._inflight,
+            metrics=self.metrics,
+            settings=settings,
+            stalled_for_s=self._reader.stalled_for_s,
+            about=self._about,
+        )
+        self._publisher = Publisher(
+            *self._connection("publisher"),
+            self._inflight,
+            metrics=self.metrics,
+            model=settings.model_name,
+            may_write=self._leases.is_current,
+        )
+        self._consumer = Consumer(
+            *self._connection("consumer"),
+            self._inflight,
+            reader=self._reader,
+            metrics=self.metrics,
+            settings=settings,
+            send=self._engine.send,
+        )
+        self._health = HealthServer(
+            settings.metrics_host,
+            settings.metrics_port,
+            Probes(self.metrics.render, self._not_live, self._not_ready),
+        )
+
+    def run(self) -> int:
+        """Work until a signal, or the end of a burst; the exit code. `EngineUnavailable` when there is no engine to be had."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._announce()
+        try:
+            for part in (self._health, self._engine, self._leases, self._publisher):
+                part.start()
+            self._consumer.run(self._may_go_on)
+            self._drain()
+        finally:
+            self._stop()
+        if self._engine.failure is not None:
+            raise EngineUnavailable(f"no engine: {self._engine.failure}")
+        _log.info("worker_left")
+        return 0
+
+    def _announce(self) -> None:
+        settings = self._settings
+        self.metrics.worker_info.info({"queue": settings.queue, "gpu": settings.engine.device})
+        self.metrics.watch(
+            Watched(self._state, self._is_connected, self._leases.age_max_s, lambda: self._publisher.num_buffered_tokens)
+        )
+        _log.info(
+            "worker_started",
+            worker=settings.worker_id,
+            queue=settings.queue,
+            redis=hide_password(settings.redis_url),
+            device=settings.engine.device,
+            model=settings.model_name,
+            metrics=f"{self._health.url}/metrics",
+        )
+
+    def _drain(self) -> None:
+        """Go on with what is in hand for a while, then give back the rest."""
+        until = time.monotonic() + self._settings.drain_s
+        self._consumer.give_back_claimed()
+        if self._inflight.num_held:
+            _log.info("draining", jobs=self._inflight.num_held, at_most_s=self._settings.drain_s)
+        while self._inflight.num_held and self._signals < 2 and self._reader.serving and (left := until - time.monotonic()) > 0:
+            self._consumer.wait_for_room(min(left, 0.25))
+        until = time.monotonic() + RELEASE_S
+        for attempt in self._inflight.held():
+            self._inflight.end(attempt, RELEASED_BY_DRAIN)
+        while self._inflight.num_held and (left := until - time.monotonic()) > 0:
+            self._consumer.wait_for_room(min(left, 0.25))
+        if self._inflight.num_held:
+            _log.warning("left_to_their_leases", jobs=self._inflight.num_held)
+
+    def _stop(self) -> None:
+        for part in (self._publisher, self._leases, self._engine, self._health):
+            part.stop()
+        for broker in self._brokers:
+            broker.close()
+
+    def _may_go_on(self) -> bool:
+        return not self._signals and self._engine.failure is None
+
+    def _on_signal(self, *_: object) -> None:
+        """Count only: a handler may run while this very thread holds a lock."""
+        self._signals += 1
+
+    def _connection(self, name: str) -> tuple[Broker, Link]:
+        """A connection of its own for one thread."""
+        settings = self._settings
+        broker = Broker(connect(settings.redis_url), settings.queue, settings.worker_id, settings.lease_s)
+        link = Link(name, self.metrics, self._throttle)
+        self._brokers.append(broker)
+        self._links.append(link)
+        return broker, link
+
+    def _about(self) -> Mapping[str, str | int | float]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "gpu": self._settings.engine.device,
+            "model": self._settings.model_name,
+            "state": self._state(),
+            "slots": self._reader.serving.ready.max_slots if self._reader.serving else 0,
+            "active": self._inflight.num_inside,
+        }
+
+    def _state(self) -> str:
+        if self._signals:
+            return "draining"
+        if not self._reader.serving:
+            return "loading"
+        return "stalled" if self._reader.stalled_for_s() > STALL_S else "serving"
+
+    def _is_connected(self) -> bool:
+        return any(link.last_ok for link in self._links) and not any(link.is_failing for link in self._links)
+
+    def _not_live(self) -> str:
+        if (silent_s := time.monotonic() - self._consumer.turned_at) > MAX_TURN_S:
+            return f"the main loop has not come around for {silent_s:.0f} s"
+        if (stalled_s := self._reader.stalled_for_s()) > STALL_S:
+            return f"the engine holds work and has made no step for {stalled_s:.0f} s"
+        return ""
+
+    def _not_ready(self) -> str:
+        if self._signals:
+            return "draining"
+        if not self._reader.serving:
+            return "the engine is loading"
+        if not self._is_connected():
+            return "the server does not answer"
+        newest = max(link.last_ok for link in self._links)
+        return "" if time.monotonic() - newest < MAX_SILENCE_S else f"no script has run for {MAX_SILENCE_S:.0f} s"
+
+
+def run(settings: Settings) -> int:
+    """Run one worker to its end; the exit code. Errors: `InvalidOption` (a port that is taken), `EngineUnavailable`."""
+    return WorkerProcess(settings).run()

@@ -1,0 +1,1 @@
+"""The Lua scripts behind every change of a job's state, one file each; worker/broker.py runs them."""

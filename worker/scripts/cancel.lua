@@ -1,0 +1,11 @@
+-- Asks for a job's end: a running one is told through `ctl`, a queued one ends when it is fetched.
+-- KEYS: job   ARGV: prefix, id, control channel
+-- Returns the job's state, or nil when there is no such job
+
+local id = resolve(ARGV[2])
+local state = redis.call('HGET', job_key(id), 'state')
+if state and not ENDED[state] then
+  redis.call('HSET', job_key(id), 'cancel', '1')
+  redis.call('PUBLISH', ARGV[3], 'cancel ' .. id)
+end
+return state

@@ -1,0 +1,101 @@
+"""What the operator asked of one worker, read once from the command line and the environment, and frozen.
+
+Relies on `EngineConfig` for everything that the engine process is told. Leaves parsing to `cli` and every connection to those
+who open it. `Settings` refuses values that cannot work, so that nothing behind it has to ask again.
+"""
+
+import os
+import re
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config import EngineConfig
+from worker.errors import InvalidOption
+from worker.keys import Keys
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "engine.serve")
+"""Starts the engine process; `--fd N` is added to it."""
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_QUEUE = "default"
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+DEFAULT_METRICS_PORT = 9400
+DEVICES = Path("/dev")
+
+_IN_AUTHORITY = re.compile(r"(//[^/@:]*:).*@")
+_IN_QUERY = re.compile(r"([?&]password=)[^&]*")
+
+
+def default_worker_id() -> str:
+    """Host and process id: distinct among the living, and the same again in a container that is restarted."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of one worker process. Seconds end in `_s`."""
+
+    engine: EngineConfig
+    redis_url: str = DEFAULT_REDIS_URL
+    queue: str = DEFAULT_QUEUE
+    served_name: str | None = None
+    """The name a job's `model` must equal when it gives one. Default: the engine's `model`."""
+    worker_id: str = field(default_factory=default_worker_id)
+    """Name of the consumer and of `worker:<id>`."""
+    burst: bool = False
+    """Leave when the queue is empty and nothing is in flight."""
+    lease_s: float = 30.0
+    """How long a job stays ours without a renewal. Shorter moves a dead worker's jobs sooner; too short loses leases."""
+    drain_s: float = 25.0
+    """How long a leaving worker goes on with what it has. Keep it below the grace period of the init system."""
+    metrics_host: str = "127.0.0.1"
+    """`0.0.0.0` where a Prometheus on another machine, or outside the container, scrapes."""
+    metrics_port: int = DEFAULT_METRICS_PORT
+    """0 takes a free port, which is logged."""
+    engine_command: tuple[str, ...] = ENGINE_COMMAND
+    """What starts the engine; for a profiler or debugger in front of it, and for tests."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.lease_s <= 3600:
+            raise InvalidOption(f"--lease-s: {self.lease_s:g} is outside 0.5..3600 seconds; use 30")
+        if not 0 <= self.drain_s <= 3600:
+            raise InvalidOption(f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25")
+        if not 0 <= self.metrics_port <= 65535:
+            raise InvalidOption(f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one")
+        if not re.match("(rediss?|unix)://", self.redis_url):
+            raise InvalidOption(f"--redis-url: {hide_password(self.redis_url)!r} is not a redis://, rediss:// or unix:// URL")
+        Keys(self.queue)  # refuses a name that cannot stand in a key
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or self.engine.model
+
+    @property
+    def renew_s(self) -> float:
+        """Seconds between renewals: three may fail before a lease is lost."""
+        return self.lease_s / 4
+
+    @property
+    def reclaim_s(self) -> float:
+        """Seconds between looks for jobs of dead workers."""
+        return min(10.0, self.lease_s / 3)
+
+
+def visible_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, without asking CUDA (which would need torch).
+
+    `CUDA_VISIBLE_DEVICES` decides when set; else the driver's device files, which containers are given or not.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    files = len([path for path in DEVICES.glob("nvidia*") if path.name[6:].isdigit()])
+    if chosen is None or not files:
+        return files
+    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+
+
+def hide_password(url: str) -> str:
+    """A server's URL fit for logs and messages."""
+    return _IN_QUERY.sub(r"\1***", _IN_AUTHORITY.sub(r"\1***@", url))

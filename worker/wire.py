@@ -1,0 +1,387 @@
+"""Is this stream entry a well-formed job? Decoding, and the one table of what a job body may hold.
+
+Relies on `worker/codec.py` for bounded decoding. Leaves frames and results to `worker/frames.py`, and what only a worker can
+know to others: the prompt against the vocabulary (`worker/text.py`), the model's length (the engine), the served name
+(`worker/consumer.py`). A refusal names field, value and limit; of prompts, messages and metadata it shows the size only.
+The fields are described in docs/protocol.md.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from worker import codec
+from worker.codec import MalformedError
+from worker.errors import InvalidJob, UnknownVersion
+
+VERSION = 1
+MAX_BODY_BYTES = 8 << 20
+MAX_ID_CHARS = 128
+MAX_TOKENS = 1 << 24
+"""More than any model's length; the limit that counts is the engine's."""
+MAX_TOKEN_ID = 2**31 - 1
+MAX_METADATA_BYTES = 16 << 10
+MAX_SCHEMA_BYTES = 64 << 10
+
+ENTRY_FIELDS = ("v", "id", "m", "j")
+PRIORITIES = ("high", "normal", "low")
+RESPONSE_FORMATS = ("json_object", "json_schema", "regex")
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "n": "one choice",
+        "beam_width": "no beam search",
+        "presence_penalty": "no penalties",
+        "frequency_penalty": "no penalties",
+        "repetition_penalty": "no penalties",
+        "logit_bias": "no logit bias",
+        "min_p": "no min_p",
+        "logprobs": "no logprobs",
+        "prompt_logprobs": "no logprobs",
+        "response_format": "free text",
+    }
+)
+"""Fields that this version serves at their default only, and what it serves. Other values are refused, never ignored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked job body; defaults as in docs/protocol.md. Exactly one of `prompt`, `prompt_token_ids`, `messages` is set."""
+
+    id: str | None = None
+    """None: the stream entry's id is the job's."""
+    prompt: str | None = field(default=None, repr=False)
+    prompt_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """None: drawn at the first claim."""
+    n: int = 1
+    beam_width: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: Mapping[str, object] | None = None
+    stream: bool = True
+    priority: str = "normal"
+    """The lane it came from, when decoded from a stream entry."""
+    tenant: str | None = None
+    deadline_ms: int | None = None
+    """Unix milliseconds."""
+    result_ttl_s: int = 86_400
+    max_attempts: int = 5
+    metadata: Mapping[str, object] = field(default_factory=dict, repr=False)
+    model: str | None = None
+    batch_id: str | None = None
+    custom_id: str | None = None
+    traceparent: str | None = None
+
+
+class _LimitError(ValueError):
+    """A value outside its limit; the message is the limit."""
+
+
+Check = Callable[[Any], Any]
+"""Takes a field's value, gives it back as `Job` holds it, or raises `_LimitError`."""
+
+
+def _integer(low: int, high: int) -> Check:
+    return _when(lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Check:
+    limit = f"a number above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
+    in_range = _when(
+        lambda value: type(value) in (int, float) and (low < value if above else low <= value) and value <= high, limit
+    )
+    return lambda value: float(in_range(value))
+
+
+def _text(low: int, high: int) -> Check:
+    return _when(lambda value: type(value) is str and low <= len(value) <= high, f"text of {low} to {high} characters")
+
+
+def _one_of(words: Iterable[str]) -> Check:
+    known = tuple(words)
+    return _when(lambda value: type(value) is str and value in known, f"one of {', '.join(known)}")
+
+
+def _when(holds: Callable[[Any], bool], limit: str) -> Check:
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise _LimitError(limit)
+        return value
+
+    return check
+
+
+def _or_null(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _token_ids(low: int, high: int) -> Check:
+    def holds(ids: Any) -> bool:
+        return (
+            isinstance(ids, (list, tuple))
+            and low <= len(ids) <= high
+            and (not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID))
+        )
+
+    listed = _when(holds, f"a list of {low} to {high} token ids from 0 to {MAX_TOKEN_ID}")
+    return lambda value: tuple(listed(value))
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = (value,) if type(value) is str else value
+    if not isinstance(stops, (list, tuple)) or len(stops) > 16:
+        raise _LimitError("text, or a list of at most 16 texts, of 1 to 256 characters each")
+    return tuple(map(_text(1, 256), stops))
+
+
+def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
+    limit = "a list of 1 to 4096 maps {role, content}, role of 1 to 64 characters, both text"
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= 4096:
+        raise _LimitError(limit)
+    for message in value:
+        if type(message) is not dict or message.keys() != {"role", "content"} or set(map(type, message.values())) != {str}:
+            raise _LimitError(limit)
+        if not 1 <= len(message["role"]) <= 64:
+            raise _LimitError(limit)
+    return tuple(dict(message) for message in value)
+
+
+def _logit_bias(value: Any) -> Mapping[int, float]:
+    limit = "a map of at most 1024 token ids, as decimal text, to numbers from -100 to 100"
+    if type(value) is not dict or len(value) > 1024 or not all(re.fullmatch("0|[1-9][0-9]{0,9}", key) for key in value):
+        raise _LimitError(limit)
+    try:
+        return {int(key): _number(-100, 100)(bias) for key, bias in value.items()}
+    except _LimitError:
+        raise _LimitError(limit) from None
+
+
+def _map(max_bytes: int) -> Check:
+    return _when(
+        lambda value: type(value) is dict and len(codec.pack(value)) <= max_bytes, f"a map of at most {max_bytes} bytes encoded"
+    )
+
+
+def _response_format(value: Any) -> Mapping[str, object]:
+    wanted: dict[str, object] = _map(MAX_SCHEMA_BYTES)(value)
+    _when(lambda kind: kind in RESPONSE_FORMATS, f"a map whose type is one of {', '.join(RESPONSE_FORMATS)}")(
+        wanted.get("type")
+    )
+    return wanted
+
+
+def _job_id(value: Any) -> str:
+    printable = type(value) is str and 1 <= len(value) <= MAX_ID_CHARS and value.isprintable()
+    if not printable or any(character in " {}" for character in value):
+        raise _LimitError(f"1 to {MAX_ID_CHARS} printable characters without blanks and braces")
+    return str(value)
+
+
+_flag = _when(lambda value: type(value) is bool, "true or false")
+_label = _or_null(_text(0, 512))
+
+FIELDS: Mapping[str, Check] = MappingProxyType(
+    {
+        "id": _or_null(_job_id),
+        "prompt": _or_null(_text(0, MAX_BODY_BYTES)),
+        "prompt_token_ids": _or_null(_token_ids(1, codec.MAX_ITEMS)),
+        "messages": _or_null(_messages),
+        "max_tokens": _integer(0, MAX_TOKENS),
+        "min_tokens": _integer(0, MAX_TOKENS),
+        "temperature": _number(0, 100),
+        "top_p": _number(0, 1, above=True),
+        "min_p": _number(0, 1),
+        "top_k": _integer(0, MAX_TOKEN_ID),
+        "presence_penalty": _number(-2, 2),
+        "frequency_penalty": _number(-2, 2),
+        "repetition_penalty": _number(0, math.inf, above=True),
+        "logit_bias": _logit_bias,
+        "seed": _or_null(_integer(-(2**63), 2**64 - 1)),
+        "n": _integer(1, 4096),
+        "beam_width": _when(
+            lambda value: type(value) is int and (value == 0 or 2 <= value <= 64), "0 for off, or an integer from 2 to 64"
+        ),
+        "stop": _stop,
+        "stop_token_ids": _token_ids(0, 64),
+        "ignore_eos": _flag,
+        "include_stop": _flag,
+        "logprobs": _or_null(_integer(0, 20)),
+        "prompt_logprobs": _or_null(_integer(0, 20)),
+        "response_format": _or_null(_response_format),
+        "stream": _flag,
+        "priority": _one_of(PRIORITIES),
+        "tenant": _or_null(_text(0, 128)),
+        "deadline_ms": _or_null(_integer(0, 2**53)),
+        "result_ttl_s": _integer(60, 2_592_000),
+        "max_attempts": _integer(1, 20),
+        "metadata": _map(MAX_METADATA_BYTES),
+        "model": _label,
+        "batch_id": _label,
+        "custom_id": _label,
+        "traceparent": _label,
+    }
+)
+"""Every field of a job body and its check. `v` is looked at first, and `x_...` is the producer's own."""
+
+_PRIVATE = (*PROMPTS, "metadata")
+_NEUTRAL = Job()
+
+
+def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:
+    """The job in a stream entry, with `priority` set to its lane.
+
+    Raises `InvalidJob`, or `UnknownVersion` for another major `v`; `job_id` is set whenever entry or body gave a usable id.
+    """
+    known: str | None = None
+    try:
+        texts = _entry_texts(entry)
+        known = _checked("id", texts.get("id"))
+        try:
+            body = _read_body(entry)
+            known = _agreed_id(known, body)
+        finally:
+            _check_version(
+                texts.get("v", VERSION)
+            )  # wins over a body that cannot be read: a later version may write it otherwise
+        return replace(parse_body(body), id=known, priority=lane)
+    except InvalidJob as refusal:
+        refusal.job_id = refusal.job_id or known
+        raise
+
+
+def parse_body(body: Mapping[str, object]) -> Job:
+    """Check a decoded body. `InvalidJob` or `UnknownVersion` for the first field that is wrong."""
+    _check_version(body.get("v", VERSION))
+    values = {}
+    for name, value in body.items():
+        if name in FIELDS:
+            values[name] = _checked(name, value)
+        elif name != "v" and not name.startswith("x_"):
+            raise _unknown(name, FIELDS)
+    job = Job(**values)
+    _check_together(job, given=values.keys())
+    for name, served in UNSUPPORTED.items():
+        if getattr(job, name) != getattr(_NEUTRAL, name):
+            raise InvalidJob(name, _shown(name, body[name]), f"not supported by this version, which serves {served}")
+    return job
+
+
+def encode_body(body: Mapping[str, object]) -> bytes:
+    """A body that `parse_body` accepts, as msgpack. `InvalidJob` when it is over `MAX_BODY_BYTES`."""
+    packed = codec.pack(dict(body))
+    check_size(len(packed))
+    return packed
+
+
+def check_size(num_bytes: int) -> None:
+    """`InvalidJob` when an encoded body is over `MAX_BODY_BYTES`."""
+    if num_bytes > MAX_BODY_BYTES:
+        raise InvalidJob("body", f"{num_bytes} bytes", f"at most {MAX_BODY_BYTES} bytes; shorten the prompt")
+
+
+def _entry_texts(entry: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The entry's own fields (all but the body) as text."""
+    texts = {}
+    for name, value in entry.items():
+        key = name.decode(errors="replace")
+        if key in ("v", "id"):
+            texts[key] = _entry_text(key, value)
+        elif key not in ENTRY_FIELDS and not key.startswith("x_"):
+            raise _unknown(key, ENTRY_FIELDS)
+    return texts
+
+
+def _entry_text(name: str, value: bytes) -> str:
+    if len(value) > 4 * MAX_ID_CHARS:
+        raise InvalidJob(name, f"{len(value)} bytes", f"at most {MAX_ID_CHARS} characters")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise InvalidJob(name, f"{len(value)} bytes", "text in UTF-8") from None
+
+
+def _read_body(entry: Mapping[bytes, bytes]) -> dict[str, object]:
+    bodies = [name for name in (b"m", b"j") if name in entry]
+    if len(bodies) != 1:
+        raise InvalidJob("body", f"{len(bodies)} bodies", "exactly one of m (msgpack) and j (JSON)")
+    data = entry[bodies[0]]
+    check_size(len(data))
+    try:
+        body = (codec.unpack if bodies[0] == b"m" else codec.parse_json)(data)
+    except MalformedError as error:
+        raise InvalidJob("body", f"{len(data)} bytes", str(error)) from None
+    if type(body) is not dict or not all(type(name) is str for name in body):
+        raise InvalidJob("body", f"{len(data)} bytes", "a map from field names to values")
+    return body
+
+
+def _agreed_id(entry_id: str | None, body: Mapping[str, object]) -> str | None:
+    body_id: str | None = _checked("id", body.get("id"))
+    if entry_id is not None and body_id is not None and entry_id != body_id:
+        raise InvalidJob("id", _shown("id", body_id), "must equal the id of the stream entry, or be left out of one of them")
+    return entry_id or body_id
+
+
+def _check_version(version: object) -> None:
+    """An integer, or `major` or `major.minor` as text in a stream entry; the major decides."""
+    text = str(version) if type(version) is int and abs(version) < 2**63 else version
+    if type(text) is not str or not re.fullmatch("[0-9]{1,9}([.][0-9]{1,9})?", text):
+        raise InvalidJob("v", _shown("v", version), f"an integer; this worker speaks {VERSION}")
+    if int(text.partition(".")[0]) != VERSION:
+        raise UnknownVersion("v", version, f"this worker speaks {VERSION}; upgrade it, or send version {VERSION}")
+
+
+def _checked(name: str, value: object) -> Any:
+    try:
+        codec.check(value)
+        return FIELDS[name](value)
+    except (MalformedError, _LimitError) as error:
+        raise InvalidJob(name, _shown(name, value), str(error)) from None
+
+
+def _check_together(job: Job, given: Iterable[str]) -> None:
+    prompts = [name for name in PROMPTS if getattr(job, name) is not None]
+    if len(prompts) != 1:
+        raise InvalidJob("prompt", " and ".join(prompts) or "missing", f"exactly one of {', '.join(PROMPTS)}")
+    if job.min_tokens > job.max_tokens:
+        raise InvalidJob("min_tokens", job.min_tokens, f"at most max_tokens, which is {job.max_tokens}")
+    if job.beam_width and (job.n > 1 or "temperature" in given):
+        raise InvalidJob("beam_width", job.beam_width, "excludes n above 1 and temperature")
+
+
+def _unknown(name: str, known: Iterable[str]) -> InvalidJob:
+    close = difflib.get_close_matches(name, known, n=3)
+    nearest = max(close, key=lambda word: word[:3] == name[:3], default=None)
+    advice = f"did you mean {nearest}?" if nearest else f"known are {', '.join(known)}."
+    return InvalidJob(repr(name[:64])[1:-1], "unknown field", f"{advice} A name of your own starts with x_")
+
+
+def _shown(name: str, value: object) -> str:
+    """`value` for a message: one line, and sizes in place of content where a prompt could be."""
+    if isinstance(value, (str, bytes, dict, list, tuple)) and (name in _PRIVATE or not isinstance(value, str)):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, str):
+        return repr(value[:64])
+    plain = value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 2**128)
+    return repr(value) if plain else type(value).__name__
