@@ -33,7 +33,7 @@ ATTENTION_NAME = "slotmill"
 _PROBE_BLOCK_SIZE = 8
 _PROBE_TABLES = ([4, 2, 5], [3, 1])
 _PROBE_STEPS = ((9, 5), (8, 4), (1, 1))
-# Largest |ours - eager| / |eager| over all logits. Measured: 1e-6 in fp32; a wrong position, window or mask costs over 0.1.
+# Largest |ours - eager| / |eager| over all logits. SmolLM2-135M: 1e-6, 2e-3, 1e-2; a wrong window costs over 0.1.
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Keywords that change the result and that the kernels know nothing of.
 _UNKNOWN_TERMS = ("attention_mask", "position_bias", "block_indices", "indices", "sinks")

@@ -158,7 +158,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _cpu_computes_bfloat16() -> bool:
-    features = getattr(torch.cpu, "get_capabilities", dict)()  # absent in older torch
+    features: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # absent in older torch
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 

@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from tests.support.server import end_of, frame_to_emit, make_old, pending
-from worker.broker import Broker
+from worker.broker import Broker, RenewReply
 from worker.keys import Keys
 
 
@@ -43,11 +43,20 @@ def test_renewing_tells_what_was_lost_and_what_is_to_be_cancelled(
     assert pending(redis_client, queue)[jobs[0].entry_id][0] == "other"
 
 
-def test_a_job_that_has_just_ended_is_not_called_lost(broker: Broker) -> None:
+def test_an_earlier_claim_of_the_same_worker_is_lost_too(broker: Broker, redis_client: redis.Redis, queue: str) -> None:
     broker.enqueue("a", "normal", b"")
     [job] = broker.fetch(1)
+    make_old(redis_client, queue, job)
+    [again] = broker.reclaim(1, [])
+    assert (broker.renew([job]).lost, broker.renew([again]).lost) == ({"a"}, set())
+
+
+def test_a_job_that_has_just_ended_is_neither_lost_nor_to_be_cancelled(broker: Broker) -> None:
+    broker.enqueue("a", "normal", b"")
+    [job] = broker.fetch(1)
+    broker.cancel("a")
     broker.finish([end_of(job)])
-    assert broker.renew([job]).lost == set()
+    assert broker.renew([job]) == RenewReply(set(), set())
 
 
 def test_renewing_restores_a_claim_whose_group_was_made_anew(broker: Broker, redis_client: redis.Redis, queue: str) -> None:

@@ -41,8 +41,9 @@ end
 -- entry. Cancelled and expired jobs are claimed too: only the worker can write the result they end with.
 local function take(key, entry, fields, source)
   local id, lane, now = id_of(entry, fields), lane_of(key), now_ms()
-  local state, at, stream, attempt, released, n, enqueued, started, seed, cancel, deadline = unpack(redis.call('HMGET', job_key(id),
-    'state', 'entry', 'stream', 'attempt', 'released', 'n', 'enqueued_ms', 'started_ms', 'seed', 'cancel', 'deadline_ms'))
+  local state, at, stream, attempt, released, n, enqueued, started, seed, cancel, deadline = unpack(redis.call('HMGET',
+    job_key(id), 'state', 'entry', 'stream', 'attempt', 'released', 'n', 'enqueued_ms', 'started_ms', 'seed', 'cancel',
+    'deadline_ms'))
   if state and (ENDED[state] or at ~= entry or stream ~= lane) then return drop(key, entry) end
 
   if not state then forget(id) end

@@ -11,7 +11,6 @@ if lease ~= ARGV[2] or state ~= 'running' then return { 'fenced', logged or '0' 
 
 local function is_repeat()
   if logged ~= n then return false end
-  if previous_n ~= n then return true end
   local last = redis.call('XREVRANGE', log, '+', '-', 'COUNT', 1)[1]
   return last and last[1] == entry
 end
