@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from transformers import AttentionInterface
 
 from engine.batch import ModelInput, flatten
 from engine.errors import ModelUnsupported
+from engine.geometry import ModelGeometry
 from engine.kv_cache import KVCache
 from engine.request import Request
 from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
 from kernels.dispatch import AttentionKernels
-
-if TYPE_CHECKING:
-    from engine.model import ModelGeometry
 
 ATTENTION_NAME = "slotmill"
 
@@ -118,7 +116,7 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def probe(model: Any, geometry: "ModelGeometry", kernels: AttentionKernels) -> None:
+def probe(model: Any, geometry: ModelGeometry, kernels: AttentionKernels) -> None:
     """Prove on a few tokens that this model computes through our attention what it computes on its own.
 
     Runs a ragged batch in chunks over shuffled blocks of a cache full of NaN, and transformers' eager attention on the same
@@ -152,7 +150,7 @@ def _refusal(model: Any) -> str | None:
 class _Watch:
     """Checks each call of the attention function, and remembers it."""
 
-    geometry: "ModelGeometry"
+    geometry: ModelGeometry
     windows: dict[int, list[int | None]] = field(default_factory=dict)
     """Window of each call, by layer."""
 
@@ -191,7 +189,7 @@ class _Watch:
         return None
 
 
-def _misbehaviour(model: Any, geometry: "ModelGeometry", kernels: AttentionKernels) -> str | None:
+def _misbehaviour(model: Any, geometry: ModelGeometry, kernels: AttentionKernels) -> str | None:
     """What running the model says against it: a call it makes, a call it leaves out, an error, or logits that differ."""
     watch = _Watch(geometry)
     try:
@@ -202,7 +200,7 @@ def _misbehaviour(model: Any, geometry: "ModelGeometry", kernels: AttentionKerne
         return f"a small batch fails in it: {error!r:.300}"
 
 
-def _difference(model: Any, geometry: "ModelGeometry", kernels: AttentionKernels, watch: _Watch) -> str | None:
+def _difference(model: Any, geometry: ModelGeometry, kernels: AttentionKernels, watch: _Watch) -> str | None:
     """Why the model's logits through our attention are not its own, or None."""
     sequences = [
         Sequence(
@@ -230,7 +228,7 @@ def _probe_ids(row: int, length: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def _run_paged(
-    model: Any, geometry: "ModelGeometry", kernels: AttentionKernels, sequences: list[Sequence], watch: _Watch
+    model: Any, geometry: ModelGeometry, kernels: AttentionKernels, sequences: list[Sequence], watch: _Watch
 ) -> Tensor:
     """All logits, sequence after sequence, computed in chunks; `watch` sees the first step."""
     num_blocks = sum(len(table) for table in _PROBE_TABLES)

@@ -5,7 +5,7 @@ runs next to `Scheduler`, the numbers to `ModelRunner` and `sampler`, and the pi
 """
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from engine.batch import ModelInput, build
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import RequestRefused
+from engine.geometry import ModelGeometry
 from engine.messages import StepReport, TokenEvent
 from engine.request import FinishReason, Request
 from engine.sampler import SamplerOutput, sample
@@ -20,9 +21,6 @@ from engine.scheduler import Ended, Scheduler, SchedulerOutput
 from engine.sequence import Sequence
 from engine.stats import StepStats, StepTimes
 from engine.stopping import check_stop
-
-if TYPE_CHECKING:
-    from engine.model import ModelGeometry
 
 MAX_STALLED_STEPS = 16
 """Steps with something waiting and nothing scheduled before the head is failed: reaching it is a bug that reports itself."""
@@ -34,7 +32,7 @@ class Runner(Protocol):
     @property
     def scheduler_config(self) -> SchedulerConfig: ...
     @property
-    def geometry(self) -> "ModelGeometry": ...
+    def geometry(self) -> ModelGeometry: ...
     @property
     def device(self) -> torch.device: ...
     def forward(self, model_input: ModelInput) -> torch.Tensor:
@@ -50,7 +48,6 @@ class Engine:
         self._config = runner.scheduler_config
         self._eos = frozenset(runner.geometry.eos_token_ids)
         self._scheduler = Scheduler(self._config, BlockPool(self._config.num_blocks, self._config.block_size))
-        self._ids: set[str] = set()
         self._arrivals = 0
         self._stalled_steps = 0
         self._early: list[TokenEvent] = []
@@ -74,15 +71,12 @@ class Engine:
         if stop and request.output_token_ids:
             self._early.append(_final_event(sequence, (), stop.reason, stop.detail))
             return
-        self._ids.add(request.request_id)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Free a request's blocks at once; unknown ids are ignored."""
         self._early = [event for event in self._early if event.request_id != request_id]
-        if request_id in self._ids:
-            self._ids.discard(request_id)
-            self._scheduler.abort(request_id)
+        self._scheduler.abort(request_id)
 
     def step(self) -> StepReport:
         """One iteration over the batch: schedule, forward, sample, update."""
@@ -115,7 +109,7 @@ class Engine:
 
     def _refuse_what_never_fits(self, request: Request) -> None:
         num_prompt, limit = len(request.prompt_token_ids), self._config.max_sequence_tokens
-        if request.request_id in self._ids:
+        if self._scheduler.holds(request.request_id):
             raise RequestRefused("request_id", request.request_id, "already running", "choose another id")
         if not num_prompt:
             raise RequestRefused("prompt", "0 tokens", "at least 1 token", "send a prompt")
@@ -130,8 +124,8 @@ class Engine:
             )
         vocab_size = self._runner.geometry.vocab_size
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
-            worst = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-            if worst is not None:
+            if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+                worst = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
                 raise RequestRefused("prompt", f"token id {worst}", f"ids 0..{vocab_size - 1}", "use this model's tokenizer")
 
     def _record(self, output: SchedulerOutput, sampled: SamplerOutput) -> tuple[TokenEvent, ...]:
@@ -142,27 +136,12 @@ class Engine:
             self.abort(event.request_id)
         tokens = iter(sampled.token_ids)
         token_ids = [next(tokens) if item.samples else None for item in output.scheduled]
-        ended = {id(end.sequence): end for end in self._scheduler.update(output, token_ids)}
-        for sequence, token in zip(rows, sampled.token_ids, strict=True):
-            if sequence.request.request_id in self._ids:
-                events.append(self._token_event(sequence, token, ended.pop(id(sequence), None)))
-        events.extend(self._end_without_token(end) for end in ended.values())
+        ended = {end.sequence: end for end in self._scheduler.update(output, token_ids)}
+        for row, (sequence, token) in enumerate(zip(rows, sampled.token_ids, strict=True)):
+            if row not in sampled.failed:
+                events.append(_token_event(sequence, token, ended.pop(sequence, None)))
+        events.extend(_final_event(end.sequence, (), end.reason, end.detail) for end in ended.values())
         return tuple(events)
-
-    def _token_event(self, sequence: Sequence, token: int, end: Ended | None) -> TokenEvent:
-        if end is None:
-            return TokenEvent(
-                request_id=sequence.request.request_id,
-                index=sequence.num_output_tokens - 1,
-                token_ids=(token,),
-                num_cached_tokens=sequence.num_cached_tokens,
-            )
-        self._ids.discard(sequence.request.request_id)
-        return _final_event(sequence, (token,), end.reason, end.detail)
-
-    def _end_without_token(self, end: Ended) -> TokenEvent:
-        self._ids.discard(end.sequence.request.request_id)
-        return _final_event(end.sequence, (), end.reason, end.detail)
 
     def _fail_stalled_head(self) -> tuple[TokenEvent, ...]:
         """Guarantee of progress: waiting work that no step schedules fails with the state instead of hanging."""
@@ -181,7 +160,7 @@ class Engine:
     def _stats(self, output: SchedulerOutput | None, times: StepTimes, num_generated: int) -> StepStats:
         ran = output if output and output.scheduled else None
         return StepStats(
-            slots=ran.slots if ran else self._scheduler.idle_slots(),
+            slots=output.slots if output else self._scheduler.idle_slots(),
             kv=self._scheduler.kv_counts(),
             times=times,
             num_tokens=ran.num_tokens if ran else 0,
@@ -192,6 +171,17 @@ class Engine:
             num_preemptions=len(output.preempted) if output else 0,
             num_preempted_tokens=output.num_preempted_tokens if output else 0,
         )
+
+
+def _token_event(sequence: Sequence, token: int, end: Ended | None) -> TokenEvent:
+    if end is not None:
+        return _final_event(sequence, (token,), end.reason, end.detail)
+    return TokenEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.num_output_tokens - 1,
+        token_ids=(token,),
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
 
 
 def _final_event(sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason, detail: str) -> TokenEvent:

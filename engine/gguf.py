@@ -15,6 +15,8 @@ from typing import Any
 from engine.errors import ModelUnsupported, one_line
 
 MAGIC = b"GGUF"
+CONVERSION = b"1"
+"""Part of the name of every converted directory: raise it when `convert` writes something else."""
 # Vocabularies whose numbers llama.cpp (llama-vocab.cpp) splits into single digits before GPT-2's own pattern. transformers 5.24
 # leaves that step out, so numbers would reach the model in pieces it was never trained on.
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})

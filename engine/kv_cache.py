@@ -6,15 +6,12 @@ piece; layers see strided views of it. Block 0 is the null block that padding po
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import OutOfMemory
-
-if TYPE_CHECKING:
-    from engine.model import ModelGeometry
+from engine.geometry import ModelGeometry
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -24,7 +21,7 @@ CPU_FRACTION, CPU_MOST_BYTES = 0.25, 4 * GIB
 GPU_FRACTION = 0.9
 
 
-def kv_bytes_per_token(geometry: "ModelGeometry", dtype: torch.dtype) -> int:
+def kv_bytes_per_token(geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Bytes of one position's keys and values over all layers."""
     return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
 
@@ -33,7 +30,7 @@ class KVCache:
     """The tensor and its views per layer. Uninitialised: only what was written may be read."""
 
     def __init__(
-        self, geometry: "ModelGeometry", num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, geometry: ModelGeometry, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate `num_blocks` usable blocks and the null block."""
         shape = (num_blocks + 1, geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_dim)

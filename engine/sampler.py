@@ -58,8 +58,10 @@ class SamplingInput:
         def tensor(values: Collection[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        kinds = [_kind(p.temperature, p.top_k, p.top_p) for p in params]
+
         def rows(kind: str) -> Tensor:
-            return tensor([row for row, p in enumerate(params) if _kind(p.temperature, p.top_k, p.top_p) == kind], torch.int64)
+            return tensor([row for row, its_kind in enumerate(kinds) if its_kind == kind], torch.int64)
 
         return cls(
             temperature=tensor([p.temperature for p in params], torch.float32),
@@ -123,8 +125,12 @@ def _draw(logits: Tensor, sampling: SamplingInput, token_ids: Tensor) -> None:
                 token_ids[rows] = choose(rows)
 
 
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""Below it a temperature is 0 in float32, and so greedy."""
+
+
 def _kind(temperature: float, top_k: int, top_p: float) -> str:
-    if temperature <= 0:
+    if temperature < _LEAST_TEMPERATURE:
         return "greedy"
     if top_k > 0:
         return "top_k"

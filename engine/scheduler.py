@@ -105,6 +105,10 @@ class Scheduler:
         """The sequence that starts next."""
         return self._waiting[-1] if self._waiting else None
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request waits or runs."""
+        return request_id in self._sequences
+
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn. `core` has refused what is empty or longer than a sequence may be."""
         assert 0 < sequence.num_tokens <= self._max_sequence_tokens, f"a sequence of {sequence.num_tokens} tokens is added"

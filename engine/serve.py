@@ -34,7 +34,9 @@ def main() -> int:
     _die_with_parent()
     # Waiting threads sleep instead of spinning, so that the queue side is not starved. OpenMP reads it when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    conn = Connection(parser.parse_args().fd)
+    fd = parser.parse_args().fd
+    os.set_inheritable(fd, False)  # a child of ours must not keep the pipe open when we die
+    conn = Connection(fd)
     try:
         return _load_and_serve(conn)
     except (EOFError, BrokenPipeError, ConnectionResetError):

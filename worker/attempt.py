@@ -1,7 +1,7 @@
 """One handing-over of a job to this worker: what was delivered, what came out of it, how far the log has it, how it ends.
 
-Relies on `wire` for jobs and results and on `output` for tokens and text. Leaves who may change it to `inflight`. All
-of it is plain data; an attempt is equal to itself alone.
+Relies on `wire` for jobs, on `frames` for results and on `output` for tokens and text. Leaves who may change it to `inflight`.
+All of it is plain data; an attempt is equal to itself alone.
 """
 
 import time
@@ -10,11 +10,11 @@ from typing import Literal
 
 from engine.request import FinishReason
 from worker.broker import Delivery
-from worker.frames import Choice, Result, Timings, Usage
+from worker.frames import Choice, FinalState, Result, Timings, Usage
 from worker.output import Output
 from worker.wire import Job
 
-State = Literal["succeeded", "failed", "cancelled", "expired", "dead", "released"]
+State = FinalState | Literal["released"]
 
 PUBLISH_TOKENS = 16
 PUBLISH_S = 0.025
@@ -35,13 +35,18 @@ class Ending:
     """Why, where the finish reason alone does not say it."""
     why: str = ""
     """Label of the metric that counts it, where the code does not say it."""
+    is_counted: bool = False
+    """Of a release: the attempt counts against the job's limit, since the job may be what ended it."""
 
 
 STOPPED = Ending("succeeded", FinishReason.STOP.value)
 CANCELLED = Ending("cancelled", "cancelled", "cancelled")
 EXPIRED = Ending("expired", "expired", "expired")
 RELEASED_BY_DRAIN = Ending("released", why="drain")
-RELEASED_BY_ENGINE = Ending("released", why="engine")
+MISSED_BY_ENGINE = Ending("released", why="engine")
+"""The engine was gone before it had the job."""
+LOST_WITH_ENGINE = Ending("released", why="engine", is_counted=True)
+"""The engine died with the job inside: an attempt, as when a whole worker dies."""
 
 
 def internal_error(error: Exception) -> Ending:
@@ -59,6 +64,8 @@ class Attempt:
     prompt_token_ids: tuple[int, ...] = ()
     output: Output | None = None
     """None until the prompt is known to be good."""
+    asked: Ending | None = field(init=False)
+    """The end that was asked for before it started; the consumer carries it out once it knows what the log holds."""
     ending: Ending | None = None
     is_announced: bool = False
     """The start frame is in the log."""
@@ -66,11 +73,12 @@ class Attempt:
     """Tokens that the log is known to hold."""
     flushed_at: float = 0.0
     """`time.monotonic` of the last frame of this attempt, 0 before any."""
-    claimed_at: float = field(default_factory=time.time)
-    """Unix time of the job's first claim, by whichever worker."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
     num_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.asked = {"cancelled": CANCELLED, "expired": EXPIRED}.get(self.delivery.ending)
 
     @property
     def request_id(self) -> str:
@@ -84,8 +92,13 @@ class Attempt:
 
     @property
     def queued_s(self) -> float:
-        """Seconds from the enqueue to the claim."""
-        return max(0.0, self.claimed_at - self.delivery.enqueued_ms / 1000)
+        """Seconds from the enqueue to the first claim, by whichever worker; both by the server's clock."""
+        return max(0, self.delivery.started_ms - self.delivery.enqueued_ms) / 1000
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether no end is set or asked for."""
+        return not (self.ending or self.asked)
 
     @property
     def is_streamed(self) -> bool:

@@ -1,7 +1,7 @@
 """May we take another job now, and what becomes of one that was taken: refused, ended, or handed to the engine.
 
-The main thread's loop. Relies on the broker for claims, on `wire` and `text` for what a body means, on `engine.stopping` for
-whether a log already meets an end. Leaves everything after the hand-over to the reader and the publisher.
+The main thread's loop. Relies on the broker for claims, on `wire` and `text` for what a body means. Leaves everything after the
+hand-over to the reader and the publisher, and to the engine whether a log already meets an end in tokens.
 
 A claimed job is held before anything can go wrong with it, so every road leads to an ending: whatever is unexpected fails that
 job alone, and what the server did not answer is tried again.
@@ -12,23 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.messages import Abort
 from engine.request import Request, SamplingParams
-from engine.sequence import Sequence
-from engine.stopping import check_stop
 from worker import log
-from worker.attempt import CANCELLED, EXPIRED, RELEASED_BY_DRAIN, Attempt, Ending, State, internal_error
-from worker.broker import MAX_BODY_BYTES, Broker, Delivery
+from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, STOPPED, Attempt, Ending, internal_error
+from worker.broker import Broker, Delivery
 from worker.errors import InvalidJob, SlotmillError, UnknownVersion
 from worker.frames import TokenFrame, decode_frame
 from worker.inflight import InFlight
+from worker.keys import LANES
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
 from worker.output import Output
 from worker.reader import Reader, Serving
 from worker.settings import Settings
 from worker.text import Detokenizer, StopMatcher
-from worker.wire import Job, decode_job
+from worker.wire import MAX_BODY_BYTES, Job, decode_job
 
 WAIT_S = 1.0
 AHEAD_DIVISOR = 16
@@ -36,7 +34,7 @@ AHEAD_DIVISOR = 16
 round trip: with answers of 20 tokens that step would be 5 % of all slot-steps."""
 AHEAD_WAIT_S = 0.05
 """Nothing is taken ahead before a worker with a free slot has had this time to take it."""
-RANK = {"high": 0, "normal": 1, "low": 2}
+RANK = {lane: rank for rank, lane in enumerate(LANES)}
 
 _log = log.get("consumer")
 
@@ -53,16 +51,13 @@ class Consumer:
         reader: Reader,
         metrics: Metrics,
         settings: Settings,
-        send: Callable[[Request | Abort], None],
     ) -> None:
-        """`send` hands a message to the engine."""
         self._broker = broker
         self._link = link
         self._inflight = inflight
         self._reader = reader
         self._metrics = metrics
         self._settings = settings
-        self._send = send
         self._claimed: deque[Attempt] = deque()
         self._has_group = False
         self._reclaim_at = 0.0
@@ -145,54 +140,54 @@ class Consumer:
         for delivery in deliveries:
             self._metrics.jobs_claimed.labels(delivery.source).inc()
             attempt = Attempt(delivery, num_logged=delivery.num_logged)
+            if delivery.attempt == 1:
+                self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
             self._inflight.add(attempt)
             self._claimed.append(attempt)
 
     def _start_claimed(self, serving: Serving) -> None:
-        """Start what is claimed, in order. An attempt stays in line while the server does not answer."""
-        while self._claimed:
+        """Start what is claimed, in order, on this engine. An attempt stays in line while the server does not answer."""
+        while self._claimed and self._reader.serving is serving:
             self._start_guarded(self._claimed[0], serving)
             self._claimed.popleft()
 
     def _start_guarded(self, attempt: Attempt, serving: Serving) -> None:
         try:
-            self._start(attempt, serving)
+            ending = self._start(attempt, serving)
         except InvalidJob as refusal:
-            self._refuse(attempt, refusal)
+            ending = self._refused(attempt, refusal)
         except LinkDownError:
             raise
         except Exception as error:  # noqa: BLE001  one bad job must not take the worker with it
             _log.error("job_failed", job=attempt.delivery.job_id, error=type(error).__name__)
             _log.debug("traceback", job=attempt.delivery.job_id, exc_info=True)
-            self._inflight.end(attempt, internal_error(error))
+            ending = internal_error(error)
+        if ending:  # what was asked for comes first: nobody waits for another reason any more
+            self._inflight.end(attempt, attempt.asked or ending)
 
-    def _start(self, attempt: Attempt, serving: Serving) -> None:
+    def _start(self, attempt: Attempt, serving: Serving) -> Ending | None:
         """From a claimed entry to a request inside the engine, or to an ending. `InvalidJob` for what cannot be served."""
         job = self._decode(attempt)
-        if job.id and job.id != attempt.delivery.job_id and not self._adopt(attempt, job.id):
-            return
+        if not self._is_under(attempt, job.id):
+            return None
         attempt.job = job
-        self._note_first_claim(attempt)
-        if attempt.delivery.counted_attempts > job.max_attempts and not attempt.delivery.ending:
-            self._inflight.end(attempt, _dead_letter(attempt))
-            return
+        if attempt.delivery.counted_attempts > job.max_attempts and not attempt.asked:
+            return _dead_letter(attempt)
         self._check_model(job)
         attempt.prompt_token_ids = tuple(serving.tokenizer.encode_prompt(job, serving.ready.max_model_len))
         attempt.output = self._replay(attempt, job, serving)
-        request = _request(attempt, job)
-        if ending := self._ending_without_engine(attempt, request, serving):
-            self._inflight.end(attempt, ending)
-            return
-        self._hand_over(attempt, request, serving)
+        if is_past_deadline(attempt, time.time()):
+            return EXPIRED
+        if attempt.output.is_stopped:
+            return STOPPED
+        return self._hand_over(attempt, _request(attempt, job), serving)
 
-    def _hand_over(self, attempt: Attempt, request: Request, serving: Serving) -> None:
-        if not self._inflight.enter(attempt):
-            return
+    def _hand_over(self, attempt: Attempt, request: Request, serving: Serving) -> Ending | None:
+        if not self._inflight.enter(attempt, request):
+            return attempt.asked
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         self._metrics.resumed_tokens.inc(len(request.output_token_ids))
-        self._send(request)
-        if self._reader.serving is not serving:  # the engine died between the look and the hand-over
-            self._reader.give_back(attempt)
+        return None if self._reader.serving is serving else MISSED_BY_ENGINE
 
     def _decode(self, attempt: Attempt) -> Job:
         delivery = attempt.delivery
@@ -200,8 +195,10 @@ class Consumer:
             raise InvalidJob("body", f"{delivery.size} bytes", f"at most {MAX_BODY_BYTES} bytes; shorten the prompt")
         return decode_job(delivery.fields, lane=delivery.lane)
 
-    def _adopt(self, attempt: Attempt, job_id: str) -> bool:
-        """Continue under the id that the body names; False when that job exists, and this entry is a duplicate."""
+    def _is_under(self, attempt: Attempt, job_id: str | None) -> bool:
+        """Continue under the id that the body names, if any; False when that job exists, and this entry is a duplicate."""
+        if not job_id or job_id == attempt.delivery.job_id:
+            return True
         adopted = self._link.call("adopt", lambda: self._broker.adopt(attempt.delivery, job_id))
         self._inflight.done(attempt)
         if adopted is None:
@@ -209,14 +206,6 @@ class Consumer:
         attempt.delivery = adopted
         self._inflight.add(attempt)
         return True
-
-    def _note_first_claim(self, attempt: Attempt) -> None:
-        """The first claim ends the time in the queue, whoever made it."""
-        if attempt.delivery.attempt == 1:
-            self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
-        else:
-            known = self._link.call("read_job", lambda: self._broker.job(attempt.delivery.job_id))
-            attempt.claimed_at = int(known.get("started_ms", 0)) / 1000 or attempt.claimed_at
 
     def _check_model(self, job: Job) -> None:
         served = self._settings.model_name
@@ -233,31 +222,10 @@ class Consumer:
             assert len(output.token_ids) == attempt.delivery.num_logged, "the log holds another number of tokens than it says"
         return output
 
-    def _ending_without_engine(self, attempt: Attempt, request: Request, serving: Serving) -> Ending | None:
-        """What ended before it came here: cancelled, past its deadline, or complete in the log."""
-        if attempt.delivery.ending:
-            return CANCELLED if attempt.delivery.ending == "cancelled" else EXPIRED
-        if is_past_deadline(attempt, time.time()):
-            return EXPIRED
-        assert attempt.output is not None
-        if attempt.output.is_stopped:
-            return Ending("succeeded", "stop")
-        if not request.output_token_ids:
+    def _refused(self, attempt: Attempt, refusal: InvalidJob) -> Ending | None:
+        if not self._is_under(attempt, refusal.job_id):
             return None
-        ready = serving.ready
-        sequence = Sequence(request, 0, frozenset(ready.eos_token_ids))
-        longest = min(ready.max_model_len, ready.num_blocks * ready.block_size)
-        stop = check_stop(sequence, longest, ready.max_model_len)
-        return Ending("succeeded", stop.reason.value, detail=stop.detail) if stop else None
-
-    def _refuse(self, attempt: Attempt, refusal: InvalidJob) -> None:
-        if attempt.delivery.ending:  # nobody waits for a reason any more
-            self._inflight.end(attempt, CANCELLED if attempt.delivery.ending == "cancelled" else EXPIRED)
-            return
-        if refusal.job_id and refusal.job_id != attempt.delivery.job_id and not self._adopt(attempt, refusal.job_id):
-            return
-        state: State = "dead" if isinstance(refusal, UnknownVersion) else "failed"
-        self._inflight.end(attempt, Ending(state, "error", refusal.code, str(refusal)))
+        return Ending("dead" if isinstance(refusal, UnknownVersion) else "failed", "error", refusal.code, str(refusal))
 
     def _wait_for_entry(self, serving: Serving) -> None:
         if self._free_slots(serving) <= 0:
@@ -268,15 +236,15 @@ class Consumer:
     def _expire(self) -> None:
         now = time.time()
         for attempt in self._inflight.held():
-            if attempt.ending is None and is_past_deadline(attempt, now):
-                self._inflight.end(attempt, EXPIRED)
+            if attempt.is_going_on and is_past_deadline(attempt, now):
+                self._inflight.ask(attempt, EXPIRED)
 
     def _until_deadline_s(self) -> float:
         """Seconds to the next deadline of an open attempt, at least 10 ms."""
         deadlines = [
             attempt.job.deadline_ms / 1000
             for attempt in self._inflight.held()
-            if attempt.ending is None and attempt.job and attempt.job.deadline_ms is not None
+            if attempt.is_going_on and attempt.job and attempt.job.deadline_ms is not None
         ]
         return max(0.01, min(deadlines) - time.time()) if deadlines else WAIT_S
 
@@ -319,4 +287,6 @@ def _logged_token_ids(frames: list[bytes]) -> list[int]:
 
 def _dead_letter(attempt: Attempt) -> Ending:
     tried, limit = attempt.delivery.counted_attempts - 1, attempt.job.max_attempts if attempt.job else 0
-    return Ending("dead", "error", "dead_letter", f"max_attempts: {tried} workers died or lost it: at most {limit}")
+    return Ending(
+        "dead", "error", "dead_letter", f"max_attempts: {tried} attempts lost their worker or engine: at most {limit}"
+    )

@@ -6,26 +6,29 @@ consumer, the reader and the leases to say when something ends, and to the publi
 1. An attempt is *held* from the claim until the server has acknowledged its end, or until it is dropped as somebody else's.
 2. It is *open* until it has an `ending`; only open attempts count against the slots.
 3. It is *inside* while the engine has it. Whoever ends it takes it out, so the engine's late tokens find nobody.
-4. An ending is set once and never changes.
+4. What goes to the engine is sent under the lock, so that an abort never overtakes its request.
+5. An ending is set once and never changes.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable
 
+from engine.messages import Abort
+from engine.request import Request
 from worker import log
-from worker.attempt import Attempt, Ending
+from worker.attempt import CANCELLED, Attempt, Ending
 from worker.metrics import Metrics
 
 _log = log.get("inflight")
 
 
 class InFlight:
-    """The table of attempts. `abort` tells the engine to free one; it must not block."""
+    """The table of attempts. `send` hands a message to the engine; it must not block."""
 
-    def __init__(self, metrics: Metrics, abort: Callable[[str], None]) -> None:
+    def __init__(self, metrics: Metrics, send: Callable[[Request | Abort], None]) -> None:
         self._metrics = metrics
-        self._abort = abort
+        self._send = send
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._held: dict[str, Attempt] = {}
@@ -71,17 +74,34 @@ class InFlight:
         """Hold a claimed attempt."""
         with self._lock:
             self._held[attempt.request_id] = attempt
+            if attempt.ending:
+                self._mark(attempt)
 
-    def enter(self, attempt: Attempt) -> bool:
-        """Note that the engine gets it next; False when it has ended or was lost meanwhile. Its start is now due in the log."""
+    def enter(self, attempt: Attempt, request: Request) -> bool:
+        """Hand it to the engine; False when its end was asked for or it was lost meanwhile. Its start is now due in the log."""
         with self._lock:
-            if attempt.ending or attempt.request_id not in self._held:
+            if attempt.asked or attempt.ending or attempt.request_id not in self._held:
                 return False
             if not self._inside:
                 self.busy_since = time.monotonic()
             self._inside[attempt.request_id] = attempt
+            self._send(request)
             self._mark(attempt)
             return True
+
+    def cancel(self, job_id: str) -> None:
+        """End the attempts at this job, of which there may be none."""
+        for attempt in self.held():
+            if attempt.delivery.job_id == job_id:
+                self.ask(attempt, CANCELLED)
+
+    def ask(self, attempt: Attempt, ending: Ending) -> None:
+        """End it with what it has: at once, or, as long as that is not read from its log, when the consumer comes to it."""
+        with self._lock:
+            if attempt.output is None:
+                attempt.asked = attempt.asked or ending
+                return
+        self.end(attempt, ending)
 
     def end(self, attempt: Attempt, ending: Ending, *, inside: bool = True) -> bool:
         """Set how it ends, once; the publisher writes it. False when it has an ending already or was lost.
@@ -142,7 +162,7 @@ class InFlight:
 
     def _leave(self, attempt: Attempt, *, abort: bool) -> None:
         if self._inside.pop(attempt.request_id, None) and abort:
-            self._abort(attempt.request_id)
+            self._send(Abort(attempt.request_id))
 
     def _remove(self, attempt: Attempt) -> bool:
         with self._lock:

@@ -107,7 +107,7 @@ class Leases:
             if attempt.delivery.job_id in reply.lost and self._inflight.drop(attempt, "renew"):
                 self._metrics.leases_lost.labels("taken").inc()
             elif attempt.delivery.job_id in reply.cancelled:
-                self._inflight.end(attempt, CANCELLED)
+                self._inflight.ask(attempt, CANCELLED)
 
     def beat(self) -> None:
         """Say that we live, and read how full the queue is."""

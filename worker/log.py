@@ -1,7 +1,7 @@
 """Logs: events with fields on stderr, JSON when stderr is not a terminal.
 
-A job leaves four lines at most (taken, released or refused, ended, and one warning in between), none with prompt text. Relies
-on structlog; leaves what is worth a line to the callers.
+An attempt leaves one line when it leaves the worker (ended, released or fenced) and one more when something went wrong in it,
+none with prompt text. Relies on structlog; leaves what is worth a line to the callers.
 """
 
 import logging

@@ -18,11 +18,11 @@ from prometheus_client.metrics import MetricWrapperBase
 from engine.messages import EngineReady
 from engine.stats import KVCounts, SlotCounts, StepStats
 from worker.attempt import Attempt, Ending
+from worker.keys import LANES
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
 PREFIX = "slotmill"
-PRIORITIES = ("high", "normal", "low")
 WORKER_STATES = ("loading", "serving", "stalled", "draining")
 SLOT_STATES = tuple(item.name for item in fields(SlotCounts))
 SCRIPTS = (
@@ -30,7 +30,6 @@ SCRIPTS = (
     "reclaim",
     "adopt",
     "read_log",
-    "read_job",
     "renew",
     "emit",
     "finish",
@@ -119,13 +118,15 @@ class Metrics:
         self.requests_running.set(stats.num_running)
         self.requests_waiting.set(stats.num_waiting)
         self._set_kv(stats.kv)
-        self.preemptions.labels("recompute").inc(stats.num_preemptions)
-        self.preempted_tokens.labels("recompute").inc(stats.num_preempted_tokens)
-        self.wasted_tokens.labels("preempted").inc(stats.num_preempted_tokens)
+        if stats.num_preemptions:
+            self.preemptions.labels("recompute").inc(stats.num_preemptions)
+            self.preempted_tokens.labels("recompute").inc(stats.num_preempted_tokens)
+            self.wasted_tokens.labels("preempted").inc(stats.num_preempted_tokens)
         if not stats.num_tokens:
             return
         for state in SLOT_STATES:
-            self.slot_steps.labels(state).inc(getattr(stats.slots, state))
+            if num_slots := getattr(stats.slots, state):
+                self.slot_steps.labels(state).inc(num_slots)
         phase = "mixed" if stats.slots.prefill and stats.slots.decode else "prefill" if stats.slots.prefill else "decode"
         self.engine_steps.labels(phase).inc()
         self.engine_step_duration_seconds.labels(phase).observe(stats.times.total_s)
@@ -211,15 +212,17 @@ class Metrics:
         self.job_generated_tokens = self._histogram("job_generated_tokens", "Output tokens of a job that ended", _TOKENS)
 
     def _add_queue(self) -> None:
-        self.queue_entries = self._gauge("queue_entries", "Entries in a lane, taken ones included", priority=PRIORITIES)
-        self.queue_pending = self._gauge("queue_pending", "Entries of a lane that a worker holds", priority=PRIORITIES)
+        self.queue_entries = self._gauge("queue_entries", "Entries in a lane, taken ones included", priority=LANES)
+        self.queue_pending = self._gauge("queue_pending", "Entries of a lane that a worker holds", priority=LANES)
         self.queue_oldest_age_seconds = self._gauge(
-            "queue_oldest_age_seconds", "Age of a lane's oldest entry that nobody has taken", priority=PRIORITIES
+            "queue_oldest_age_seconds", "Age of a lane's oldest entry that nobody has taken", priority=LANES
         )
         claims = ("new", "released", "reclaimed")
         self.jobs_claimed = self._counter("jobs_claimed_total", "Jobs taken, by where they came from", source=claims)
         fences = ("renew", "emit", "finish", "unwritable")
-        self.jobs_fenced = self._counter("jobs_fenced_total", "Jobs dropped because another worker has them", reason=fences)
+        self.jobs_fenced = self._counter(
+            "jobs_fenced_total", "Jobs dropped: another worker has them, or a fault of ours", reason=fences
+        )
         self.jobs_released = self._counter("jobs_released_total", "Jobs given back", reason=("drain", "engine"))
         self.jobs_dead = self._counter(
             "jobs_dead_total", "Jobs set aside for people", reason=("dead_letter", "unknown_version")
@@ -252,7 +255,7 @@ class Metrics:
         return _with_series(metric, labels)
 
     def _by_priority(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._histogram(name, text, buckets, priority=PRIORITIES)
+        return self._histogram(name, text, buckets, priority=LANES)
 
     def _info(self, name: str, text: str) -> Info:
         return Info(name, text, namespace=PREFIX, registry=self.registry)

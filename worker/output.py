@@ -11,36 +11,17 @@ Relies on the detokeniser and the stop matcher of `worker/text.py`; leaves frame
 
 import threading
 from collections.abc import Iterable
-from typing import Protocol
+
+from worker.text import Detokenizer, StopMatcher
 
 MAX_HELD_TOKENS = 16
-"""Tokens wait this long for their text; special tokens and broken bytes must not keep a stream from the log for ever."""
-
-
-class Detokenizes(Protocol):
-    """Ids to text, a piece at a time."""
-
-    def push(self, token_ids: list[int]) -> str:
-        """Text that is complete with these ids."""
-
-    def flush(self) -> str:
-        """What is left at the end."""
-
-
-class MatchesStops(Protocol):
-    """Finds stop strings, holding back what could begin one."""
-
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string is complete."""
-
-    def flush(self) -> str:
-        """What is left at the end."""
+"""Tokens wait this long for their text: a run of broken bytes must not keep a stream from the log for ever."""
 
 
 class Output:
     """The tokens and the text of one generation. The reader pushes, anyone may close, the publisher slices."""
 
-    def __init__(self, detokenizer: Detokenizes, matcher: MatchesStops, min_tokens: int = 0) -> None:
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._min_tokens = min_tokens
@@ -101,7 +82,8 @@ class Output:
         self.pieces.append(safe)
         self.offsets.append(self.offsets[-1] + len(safe))
         num_held = len(self.token_ids) - self.num_settled
-        if self.is_stopped or (text and self._num_fed == self._num_shown):
+        holds_text = self._num_fed > self._num_shown or self._detokenizer.is_pending
+        if self.is_stopped or not holds_text:
             self.num_settled = len(self.token_ids)
         elif num_held > MAX_HELD_TOKENS:
             self.num_settled = len(self.token_ids) - 1

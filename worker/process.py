@@ -5,6 +5,7 @@
     engine-sender   bridge: requests and aborts
     publisher       frames and results
     leases          renewals, heartbeat, queue gauges
+    control         cancel requests
     health          probes and scrapes
 
 Never imports torch. Leaves every decision to the parts; here they are put together and taken apart.
@@ -16,12 +17,12 @@ import socket
 import time
 from collections.abc import Mapping
 
-from engine.messages import Abort
 from worker import log
 from worker.attempt import RELEASED_BY_DRAIN
 from worker.bridge import EngineSupervisor
 from worker.broker import Broker, connect
 from worker.consumer import Consumer
+from worker.control import Control
 from worker.errors import EngineUnavailable
 from worker.health import HealthServer, Probes
 from worker.inflight import InFlight
@@ -52,7 +53,7 @@ class WorkerProcess:
         self._throttle = log.Throttle()
         self._links: list[Link] = []
         self._brokers: list[Broker] = []
-        self._inflight = InFlight(self.metrics, lambda request_id: self._engine.send(Abort(request_id)))
+        self._inflight = InFlight(self.metrics, lambda message: self._engine.send(message))  # noqa: PLW0108  it is made below
         self._reader = Reader(self._inflight, self.metrics, settings.model_name, self._inflight.changed.set)
         self._engine = EngineSupervisor(settings.engine, settings.engine_command, self._reader)
         self._leases = Leases(
@@ -76,8 +77,8 @@ class WorkerProcess:
             reader=self._reader,
             metrics=self.metrics,
             settings=settings,
-            send=self._engine.send,
         )
+        self._control = Control(*self._connection("control"), self._inflight)
         self._health = HealthServer(
             settings.metrics_host,
             settings.metrics_port,
@@ -90,7 +91,7 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         self._announce()
         try:
-            for part in (self._health, self._engine, self._leases, self._publisher):
+            for part in (self._health, self._engine, self._leases, self._publisher, self._control):
                 part.start()
             self._consumer.run(self._may_go_on)
             self._drain()
@@ -134,7 +135,7 @@ class WorkerProcess:
             _log.warning("left_to_their_leases", jobs=self._inflight.num_held)
 
     def _stop(self) -> None:
-        for part in (self._publisher, self._leases, self._engine, self._health):
+        for part in (self._control, self._publisher, self._leases, self._engine, self._health):
             part.stop()
         for broker in self._brokers:
             broker.close()

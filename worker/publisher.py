@@ -151,9 +151,14 @@ class Publisher:
             statuses = self._link.call("finish", lambda: self._broker.finish([finish for _, finish in ended]))
             for (attempt, _), status in zip(ended, statuses, strict=True):
                 self._note_finished(attempt, status)
-        if released:
-            self._link.call("release", lambda: self._broker.release([attempt.delivery for attempt in released]))
-            for attempt in released:
+        for counted in (False, True):
+            self._release([attempt for attempt in released if attempt.ending and attempt.ending.is_counted == counted], counted)
+
+    def _release(self, attempts: list[Attempt], counted: bool) -> None:
+        if attempts:
+            deliveries = [attempt.delivery for attempt in attempts]
+            self._link.call("release", lambda: self._broker.release(deliveries, counted=counted))
+            for attempt in attempts:
                 self._note_released(attempt)
 
     def _built(self, attempt: Attempt, build: Callable[[Attempt], T]) -> T | None:

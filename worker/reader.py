@@ -13,9 +13,10 @@ from engine.errors import one_line
 from engine.messages import EngineReady, RequestRejected, StepReport, TokenEvent
 from engine.request import FinishReason
 from worker import log
-from worker.attempt import RELEASED_BY_ENGINE, STOPPED, Attempt, Ending, internal_error
+from worker.attempt import LOST_WITH_ENGINE, STOPPED, Attempt, Ending, internal_error
 from worker.errors import EngineUnavailable
 from worker.inflight import InFlight
+from worker.keys import LANES
 from worker.metrics import Metrics
 from worker.text import Tokenizer
 
@@ -39,6 +40,8 @@ class Reader:
         self._metrics = metrics
         self._model = model
         self._on_change = on_change
+        self._late_tokens = metrics.wasted_tokens.labels("aborted")
+        self._inter_token_s = {lane: metrics.inter_token_latency_seconds.labels(lane) for lane in LANES}
         self.serving: Serving | None = None
         """None while there is no engine to send requests to."""
         self._last_report = 0.0
@@ -70,20 +73,16 @@ class Reader:
             max_model_len=ready.max_model_len,
             load_s=round(ready.load_s, 1),
         )
-        _log.debug("engine_memory", table=ready.memory_table)
+        _log.info("engine_memory", table=ready.memory_table)
         self.serving = serving
         self._on_change()
 
     def on_down(self) -> None:
-        """See `bridge.Handler`. What was inside is given back: it goes on from its log, here or elsewhere."""
+        """See `bridge.Handler`. What was inside is given back with an attempt spent: any of it may have killed the engine."""
         self.serving = None  # before the look inside: the consumer checks it after it has put a job there
         self._metrics.engine_down()
         for attempt in self._inflight.inside():
-            self.give_back(attempt)
-
-    def give_back(self, attempt: Attempt) -> None:
-        """Release a job that was inside an engine that is gone."""
-        self._inflight.end(attempt, RELEASED_BY_ENGINE, inside=False)
+            self._inflight.end(attempt, LOST_WITH_ENGINE, inside=False)
 
     def on_rejected(self, rejection: RequestRejected) -> None:
         """See `bridge.Handler`."""
@@ -100,7 +99,7 @@ class Reader:
                 self._take_guarded(attempt, event)
                 touched.append(attempt)
             else:
-                self._metrics.wasted_tokens.labels("aborted").inc(len(event.token_ids))
+                self._late_tokens.inc(len(event.token_ids))
         self._inflight.touch(touched)
         self._metrics.step(report.stats)
 
@@ -116,8 +115,8 @@ class Reader:
         output = attempt.output
         assert output is not None, "an attempt inside the engine has an output"
         assert event.index == len(output.token_ids), f"tokens from {event.index} follow {len(output.token_ids)}"
-        late = output.push(event.token_ids)
-        self._metrics.wasted_tokens.labels("aborted").inc(late)
+        if late := output.push(event.token_ids):
+            self._late_tokens.inc(late)
         attempt.num_cached_tokens = max(attempt.num_cached_tokens, event.num_cached_tokens)
         self._time(attempt, len(event.token_ids))
         is_over = event.finish_reason is not None
@@ -131,7 +130,7 @@ class Reader:
             return
         if attempt.last_token_at:
             per_token_s = (self._last_report - attempt.last_token_at) / num_tokens
-            self._metrics.inter_token_latency_seconds.labels(attempt.priority).observe(per_token_s)
+            self._inter_token_s[attempt.priority].observe(per_token_s)
         elif not attempt.delivery.num_logged:
             attempt.first_token_at = time.time()
             waited_s = max(0.0, attempt.first_token_at - attempt.delivery.enqueued_ms / 1000)

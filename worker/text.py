@@ -66,7 +66,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """All the text of `token_ids`. Special tokens, and ids outside the vocabulary, have none."""
-        return self._tokenizer.decode([token_id for token_id in token_ids if self.has_text(token_id)])
+        return self.decode_text([token_id for token_id in token_ids if self.has_text(token_id)])
+
+    def decode_text(self, token_ids: list[int]) -> str:
+        """The same of ids that are known to have text."""
+        return self._tokenizer.decode(token_ids)
 
     def has_text(self, token_id: int) -> bool:
         """Whether a token adds to the text."""
@@ -116,17 +120,23 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = self._tail(prompt_ids)
         self._run: list[int] = []
-        self._num_shown = len(tokenizer.decode(self._window))
+        self._num_shown = len(tokenizer.decode_text(self._window))
+        self._has_half = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is held back that more ids, or `flush`, will show."""
+        return self._has_half or bool(self._run)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take more ids; the text that has become safe to show. Ids outside the vocabulary are passed over."""
-        return "".join(map(self._push, filter(self._tokenizer.has_text, token_ids)))
+        return "".join([self._push(token_id) for token_id in token_ids if self._tokenizer.has_text(token_id)])
 
     def flush(self) -> str:
         """The rest, when nothing comes any more: half characters as U+FFFD."""
         self._window += self._run
-        self._run = []
-        return self._show(self._tokenizer.decode(self._window))
+        self._run, self._has_half = [], False
+        return self._show(self._tokenizer.decode_text(self._window))
 
     def _push(self, token_id: int) -> str:
         self._run.append(token_id)
@@ -134,13 +144,14 @@ class Detokenizer:
             return ""
         self._window += self._run
         self._run = []
-        text = self._tokenizer.decode(self._window)
+        text = self._tokenizer.decode_text(self._window)
         piece = self._show(text.removesuffix(HALF))
+        self._has_half = len(text) > self._num_shown
         if len(self._window) > MAX_WINDOW:
             # The shorter window may begin within a character or lose a leading space, but it ends in the same text.
             num_waiting = len(text) - self._num_shown
             self._window = self._window[-MIN_WINDOW:]
-            self._num_shown = len(self._tokenizer.decode(self._window)) - num_waiting
+            self._num_shown = len(self._tokenizer.decode_text(self._window)) - num_waiting
         return piece
 
     def _show(self, text: str) -> str:

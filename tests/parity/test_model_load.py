@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from engine import model
 from engine.errors import ConfigError, ModelUnsupported
-from engine.model import ModelGeometry
+from engine.geometry import ModelGeometry
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
@@ -46,16 +46,16 @@ def test_a_loaded_model_is_for_inference_in_the_asked_dtype_with_our_attention(t
 @pytest.mark.parametrize(
     ("model_type", "settings", "expected"),
     [
-        ("llama", {"hidden_size": 32}, (3, 4, 2, 8)),
-        ("gpt2", {"n_embd": 32}, (3, 4, 4, 8)),
-        ("opt", {"hidden_size": 32, "word_embed_proj_dim": 32}, (3, 4, 4, 8)),
-        ("gemma3_text", {"head_dim": 20}, (4, 4, 2, 20)),
-        ("gpt_oss", {"head_dim": 24}, (4, 4, 2, 24)),
+        ("llama", {"hidden_size": 32}, (3, 2, 8)),
+        ("gpt2", {"n_embd": 32}, (3, 4, 8)),
+        ("opt", {"hidden_size": 32, "word_embed_proj_dim": 32}, (3, 4, 8)),
+        ("gemma3_text", {"head_dim": 20}, (4, 2, 20)),
+        ("gpt_oss", {"head_dim": 24}, (4, 2, 24)),
     ],
 )
 def test_geometry_is_read_whatever_a_family_calls_it(model_type, settings, expected, tmp_path):
     found = model.geometry(load(tiny(tmp_path, model_type, **settings)))
-    assert (found.num_layers, found.num_query_heads, found.num_kv_heads, found.head_dim) == expected
+    assert (found.num_layers, found.num_kv_heads, found.head_dim) == expected
     assert (found.vocab_size, found.max_model_len) == (tiny_models.VOCAB_SIZE, 256)
 
 

@@ -179,7 +179,14 @@ def test_the_next_index_draws_another_number():
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0.0), SamplingParams(top_k=1, seed=11), SamplingParams(top_p=1e-6)]
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1e-50),  # 0 in float32
+        SamplingParams(temperature=1e-50, top_k=3),
+        SamplingParams(top_k=1, seed=11),
+        SamplingParams(top_p=1e-6),
+    ],
 )
 def test_greedy_and_its_limits_take_the_first_of_the_largest(params):
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0]])

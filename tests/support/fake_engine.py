@@ -1,7 +1,8 @@
-"""A stand-in for the engine process that speaks `engine.messages` and computes nothing; runs as a script.
+"""A stand-in for the engine process that computes nothing: the real loop of engine/serve.py around it; runs as a script.
 
 Its tokens depend on prompt, seed and index only (`next_token`): a test knows every answer, and an attempt that goes on from a
-log must continue it. `save_model` writes the word-level tokenizer that it pretends to have.
+log must continue it. A prompt that begins with `POISON_ID` kills it in the middle. `save_model` writes the word-level tokenizer
+that it pretends to have.
 """
 
 import argparse
@@ -14,12 +15,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, Shutdown, StepReport, TokenEvent
+from engine.errors import RequestRefused
+from engine.messages import EngineFailed, EngineLoading, EngineReady, StepReport, TokenEvent
 from engine.request import FinishReason, Request
+from engine.serve import serve
 from engine.stats import KVCounts, SlotCounts, StepStats, StepTimes
 
 VOCAB_SIZE = 200
 EOS_ID = 1
+POISON_ID = 66
+POISON_INDEX = 3
+"""Output index at which a poisonous request ends the process."""
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
@@ -53,31 +59,35 @@ def next_token(request: Request, index: int) -> int:
 class FakeEngine:
     """Requests wait for a slot in order of arrival; a step adds one token to each that has one."""
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, delay_s: float) -> None:
         self._max_slots = max_slots
+        self._delay_s = delay_s
         self._requests: dict[str, tuple[Request, list[int]]] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> RequestRejected | None:
+    def add_request(self, request: Request) -> None:
         length = len(request.prompt_token_ids)
         if length >= MAX_MODEL_LEN:
-            limit = f"at most {MAX_MODEL_LEN - 1} tokens"
-            return RequestRejected(request.request_id, "prompt", f"{length} tokens", limit, "shorten the prompt")
+            raise RequestRefused("prompt", f"{length} tokens", f"at most {MAX_MODEL_LEN - 1} tokens", "shorten the prompt")
         self._requests[request.request_id] = (request, list(request.output_token_ids))
-        return None
 
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    def step(self, elapsed_s: float) -> StepReport:
+    def step(self) -> StepReport:
+        time.sleep(self._delay_s)  # where the forward pass would be
         running = list(self._requests.items())[: self._max_slots]
         events = tuple(self._advance(request_id, request, output) for request_id, (request, output) in running)
-        return StepReport(events, self.stats(len(running), elapsed_s))
+        num_generated = sum(len(event.token_ids) for event in events)
+        return StepReport(events, self._stats(len(running), self._delay_s, num_generated))
 
-    def stats(self, num_stepped: int, elapsed_s: float) -> StepStats:
+    def idle_report(self) -> StepReport:
+        return StepReport((), self._stats(0, 0.0, 0))
+
+    def _stats(self, num_stepped: int, elapsed_s: float, num_generated: int) -> StepStats:
         running = list(self._requests.values())[: self._max_slots]
         filled = [len(request.prompt_token_ids) + len(output) for request, output in running]
         used = sum(-(-tokens // BLOCK_SIZE) for tokens in filled)
@@ -93,7 +103,7 @@ class FakeEngine:
             times=StepTimes(forward_s=elapsed_s),
             num_tokens=num_stepped,
             num_prefill_tokens=0,
-            num_generated_tokens=num_stepped,
+            num_generated_tokens=num_generated,
             num_running=len(running),
             num_waiting=len(self._requests) - len(running),
             num_preemptions=0,
@@ -102,7 +112,9 @@ class FakeEngine:
 
     def _advance(self, request_id: str, request: Request, output: list[int]) -> TokenEvent:
         index = len(output)
-        new = () if request.params.max_tokens == 0 else (next_token(request, index),)
+        if request.prompt_token_ids[0] == POISON_ID and index == POISON_INDEX:
+            os.kill(os.getpid(), signal.SIGKILL)
+        new = () if self._finish_reason(request, output) else (next_token(request, index),)  # a resumed one may be complete
         output.extend(new)
         reason = self._finish_reason(request, output)
         if reason:
@@ -117,35 +129,18 @@ class FakeEngine:
         return FinishReason.LENGTH if len(output) >= request.params.max_tokens else None
 
 
-def serve(conn: Connection, delay_s: float) -> None:
-    """The loop of the real engine process, with a sleep where the forward pass would be."""
+def load_and_serve(conn: Connection, delay_s: float) -> None:
     config: EngineConfig = conn.recv()
     conn.send(EngineLoading("pretending"))
     if not (Path(config.model) / "tokenizer.json").exists():
         conn.send(EngineFailed(f"model: {config.model} is not a directory with a tokenizer.json; give one"))
         return
-    engine = FakeEngine(config.max_slots or 8)
-    conn.send(_ready(config))
-    while True:
-        stale = False
-        while conn.poll(0 if engine.has_work or stale else None):
-            match conn.recv():
-                case Shutdown():
-                    return
-                case Request() as request:
-                    if refusal := engine.add(request):
-                        conn.send(refusal)
-                case Abort(request_id):
-                    engine.abort(request_id)
-                    stale = True
-        if engine.has_work:
-            time.sleep(delay_s)
-            conn.send(engine.step(delay_s))
-        elif stale:
-            conn.send(StepReport((), engine.stats(0, 0.0)))
+    conn.send(ready(config))
+    serve(FakeEngine(config.max_slots or 8, delay_s), conn)
 
 
-def _ready(config: EngineConfig) -> EngineReady:
+def ready(config: EngineConfig) -> EngineReady:
+    """What this engine says of itself when it has been told `config`."""
     return EngineReady(
         model_dir=config.model,
         dtype="float32",
@@ -172,7 +167,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     os.set_inheritable(options.fd, False)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(options.fd), options.delay_s)
+        load_and_serve(Connection(options.fd), options.delay_s)
 
 
 if __name__ == "__main__":

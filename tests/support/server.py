@@ -7,16 +7,18 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import redis
 
 from tests.support.wait import wait_until
 from worker.broker import Broker, Delivery, Emission, Finish, connect
 from worker.embedded import EmbeddedServer
+from worker.frames import FinalState
 from worker.keys import Keys
 
 WITHOUT_LIFETIME = ("jobs:high", "jobs:normal", "jobs:low", "done", "dead", "delayed", "cursor", "cfg")
-ENDED = {b"succeeded", b"failed", b"cancelled", b"expired", b"dead"}
+ENDED = {state.encode() for state in get_args(FinalState)}
 
 
 def embedded_server(**options: object) -> EmbeddedServer:

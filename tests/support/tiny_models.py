@@ -66,7 +66,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon": (_BASE | {"new_decoder_architecture": False}, "slotmill"),
+    "falcon": (_BASE | {"new_decoder_architecture": False}, "attention with code of its own"),
     "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "recurrent state"),
     "t5": (
         {"vocab_size": VOCAB_SIZE, "d_model": 64, "num_layers": 2, "d_kv": 16, "d_ff": 64, "num_heads": 4},
@@ -86,6 +86,12 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
         | {"laurel_rank": 4, "altup_num_inputs": 2, "intermediate_size": [96] * 4, "activation_sparsity_pattern": None},
         "2 of its layers share the keys and values",
+    ),
+    "gemma4_text": (
+        _BASE
+        | {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
+        | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
+        "its layers differ in shape",
     ),
     "xglm": (
         {"vocab_size": VOCAB_SIZE, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},

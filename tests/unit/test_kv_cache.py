@@ -7,8 +7,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import OutOfMemory
+from engine.geometry import ModelGeometry
 from engine.kv_cache import GIB, MIB, KVCache, Memory, kv_bytes_per_token
-from engine.model import ModelGeometry
 
 
 def geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> ModelGeometry:
@@ -16,7 +16,6 @@ def geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> ModelGeometry
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        num_query_heads=num_kv_heads,
         vocab_size=100,
         max_model_len=4096,
         eos_token_ids=(2,),

@@ -1,37 +1,46 @@
 """Tokens, their text, and where the two may be cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.toy_tokenizers import KINDS, save
 from worker.output import MAX_HELD_TOKENS, Output
-from worker.text import StopMatcher
+from worker.text import Detokenizer, StopMatcher, Tokenizer
 
 
-class Letters:
-    """One token, one piece of text; `halves` are pieces that come out with the next whole one."""
+class Letters(Detokenizer):
+    """One token, one piece of text, of which the last `waiting` characters come out with the next one."""
 
-    def __init__(self, pieces: Sequence[str], halves: Sequence[int] = ()) -> None:
+    def __init__(self, pieces: Sequence[str], waiting: Mapping[int, int]) -> None:
         self._pieces = pieces
-        self._halves = set(halves)
-        self._waiting = ""
+        self._num_waiting = waiting
+        self._text = ""
 
-    def push(self, token_ids: list[int]) -> str:
-        text = ""
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._text)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        text = self.flush()
         for token_id in token_ids:
-            self._waiting += self._pieces[token_id]
-            if token_id not in self._halves:
-                text, self._waiting = text + self._waiting, ""
+            text += self._pieces[token_id]
+            shown = len(text) - min(len(self._pieces[token_id]), self._num_waiting.get(token_id, 0))
+            text, self._text = text[:shown], text[shown:]
         return text
 
     def flush(self) -> str:
-        text, self._waiting = self._waiting, ""
+        text, self._text = self._text, ""
         return text
 
 
-def output(pieces: Sequence[str], stops: Sequence[str] = (), halves: Sequence[int] = (), min_tokens: int = 0) -> Output:
-    return Output(Letters(pieces, halves), StopMatcher(stops), min_tokens)
+def output(
+    pieces: Sequence[str], stops: Sequence[str] = (), waiting: Mapping[int, int] | None = None, min_tokens: int = 0
+) -> Output:
+    return Output(Letters(pieces, waiting or {}), StopMatcher(stops), min_tokens)
 
 
 def test_text_and_tokens_settle_together() -> None:
@@ -48,12 +57,20 @@ def test_a_slice_knows_where_its_text_begins() -> None:
 
 
 def test_half_a_character_holds_its_token_back() -> None:
-    out = output(["a", "b", "c"], halves=[1])
+    out = output(["a", "b", "c"], waiting={1: 1})
     out.push([0, 1])
     assert out.num_settled == 1
     out.push([2])
     assert out.num_settled == 3
     assert out.slice(1, 3) == ([1, 2], "bc", 1)
+
+
+def test_a_token_with_text_and_half_a_character_is_held_back_too() -> None:
+    out = output(["a", "bc", "d"], waiting={1: 1})
+    out.push([0, 1])
+    assert (out.num_settled, out.text) == (1, "ab")
+    out.close()
+    assert (out.num_settled, out.text) == (2, "abc")
 
 
 def test_the_beginning_of_a_stop_string_holds_its_token_back() -> None:
@@ -93,10 +110,28 @@ def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     assert out.text == "ENDa"
 
 
-def test_tokens_without_text_do_not_keep_a_stream_from_the_log_for_ever() -> None:
-    out = output([""])
+def test_a_token_without_text_waits_for_none() -> None:
+    out = output(["a", ""])
+    out.push([0, 1])
+    assert out.num_settled == 2
+
+
+def test_broken_bytes_do_not_keep_a_stream_from_the_log_for_ever() -> None:
+    out = output(["?"], waiting={0: 1})
     out.push([0] * (MAX_HELD_TOKENS + 1))
     assert out.num_settled == MAX_HELD_TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_carry_all_text_whatever_token_is_the_last(kind: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save(KINDS[kind](), tmp_path))
+    for token_id in range(tokenizer.vocab_size):
+        out = Output(Detokenizer(tokenizer), StopMatcher(()))
+        out.push([tokenizer.vocab_size - 2, token_id])
+        logged = out.num_settled
+        shown = out.slice(0, logged)[1]
+        out.close()
+        assert shown + out.slice(logged, out.num_settled)[1] == out.text
 
 
 def test_a_replayed_log_counts_as_shown() -> None:
@@ -106,22 +141,23 @@ def test_a_replayed_log_counts_as_shown() -> None:
 
 
 @given(
-    pieces=st.lists(st.text("ENDx", max_size=3), min_size=1, max_size=30),
+    drawn=st.lists(st.tuples(st.text("ENDx", max_size=3), st.integers(0, 3)), min_size=1, max_size=30),
     cuts=st.sets(st.integers(1, 30)),
     resume_at=st.integers(0, 30),
 )
 def test_frames_joined_equal_the_result_however_events_and_attempts_are_cut(
-    pieces: list[str], cuts: set[int], resume_at: int
+    drawn: list[tuple[str, int]], cuts: set[int], resume_at: int
 ) -> None:
+    pieces, waiting = [piece for piece, _ in drawn], {k: num for k, (_, num) in enumerate(drawn)}
     ids = list(range(len(pieces)))
-    whole = output(pieces, stops=["END", "xx"])
+    whole = output(pieces, ["END", "xx"], waiting)
     whole.push(ids)
     whole.close()
-    cut = output(pieces, stops=["END", "xx"])
+    cut = output(pieces, ["END", "xx"], waiting)
     shown, logged = "", 0
     for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), None], strict=True):
         if start >= resume_at > 0:  # another attempt goes on from the log
-            cut, resume_at = output(pieces, stops=["END", "xx"]), 0
+            cut, resume_at = output(pieces, ["END", "xx"], waiting), 0
             cut.replay(ids[:logged])
             cut.push(ids[logged:start])
         cut.push(ids[start:stop])

@@ -1,13 +1,23 @@
 """The publisher against a broker in memory: what goes out when, and what happens when the server does not answer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import redis
 
+from engine.messages import Abort
+from engine.request import Request, SamplingParams
 from worker import log, publisher
-from worker.attempt import CANCELLED, RELEASED_BY_DRAIN, STOPPED, Attempt, Ending
+from worker.attempt import (
+    CANCELLED,
+    LOST_WITH_ENGINE,
+    MISSED_BY_ENGINE,
+    RELEASED_BY_DRAIN,
+    STOPPED,
+    Attempt,
+    Ending,
+)
 from worker.broker import Delivery, Emission, EmitReply, Finish
 from worker.frames import ControlFrame, Frame, TokenFrame, decode_frame, decode_result
 from worker.inflight import InFlight
@@ -15,12 +25,17 @@ from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
 from worker.output import Output
 from worker.publisher import Publisher
-from worker.text import StopMatcher
+from worker.text import Detokenizer, StopMatcher
 from worker.wire import Job
 
 
-class Words:
-    def push(self, token_ids: list[int]) -> str:
+class Words(Detokenizer):
+    is_pending = False
+
+    def __init__(self) -> None:
+        pass
+
+    def push(self, token_ids: Iterable[int]) -> str:
         return "".join(f"w{token_id} " for token_id in token_ids)
 
     def flush(self) -> str:
@@ -34,7 +49,7 @@ class MemoryBroker:
     worker_id: str = "me"
     logs: dict[str, list[tuple[int, Frame, bool]]] = field(default_factory=dict)
     ends: dict[str, Finish] = field(default_factory=dict)
-    released: list[str] = field(default_factory=list)
+    released: dict[str, bool] = field(default_factory=dict)
     fenced: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
     num_round_trips: int = 0
@@ -51,9 +66,9 @@ class MemoryBroker:
         self._fault(before=True)
         return [self._finish(finish) for finish in finishes]
 
-    def release(self, deliveries: Sequence[Delivery]) -> None:
+    def release(self, deliveries: Sequence[Delivery], *, counted: bool) -> None:
         self._fault(before=True)
-        self.released += [delivery.job_id for delivery in deliveries]
+        self.released |= {delivery.job_id: counted for delivery in deliveries}
 
     def num_logged(self, job_id: str) -> int:
         return max((n for n, _, _ in self.logs.get(job_id, [])), default=0)
@@ -63,10 +78,11 @@ class MemoryBroker:
 
     def _emit(self, emission: Emission) -> EmitReply:
         job_id, logged = emission.job_id, self.num_logged(emission.job_id)
-        if job_id in self.fenced:
+        if job_id in self.fenced or job_id in self.ends or job_id in self.released:
             return EmitReply("fenced", logged)
         frame = decode_frame(emission.frame)
-        is_repeat = logged == emission.n and (emission.previous_n != emission.n or job_id in self.logs)
+        last = [(n, frame.attempt) for n, frame, _ in self.logs.get(job_id, [])][-1:]
+        is_repeat = last == [(emission.n, emission.attempt)]
         if not is_repeat and logged != emission.previous_n:
             return EmitReply("behind", logged)
         if not is_repeat:
@@ -103,7 +119,7 @@ class Bench:
         monkeypatch.setattr(publisher.time, "monotonic", lambda: self.now)
         self.broker = MemoryBroker()
         self.metrics = Metrics()
-        self.inflight = InFlight(self.metrics, self.aborted.append)
+        self.inflight = InFlight(self.metrics, self._send)
         link = Link("test", self.metrics, log.Throttle())
         self.publisher = Publisher(
             self.broker,  # type: ignore[arg-type]
@@ -114,13 +130,18 @@ class Bench:
             may_write=lambda: self.may_write,
         )
 
-    def start(self, job_id: str = "a", num_logged: int = 0, **fields: object) -> Attempt:
+    def start(self, job_id: str = "a", num_logged: int = 0, number: int = 1, **fields: object) -> Attempt:
         job = Job(prompt="w1", **fields)  # type: ignore[arg-type]
-        delivery = Delivery(job_id, "1-1", "normal", {}, 0, 1, 1, f"lease-{job_id}:1", 7, num_logged, 0, "new")
+        lease = f"lease-{job_id}:{number}"
+        delivery = Delivery(job_id, "1-1", "normal", {}, 0, number, number, lease, 7, num_logged, 0, "new")
         attempt = Attempt(delivery, job, (1,), Output(Words(), StopMatcher(job.stop)), num_logged=num_logged)
         self.inflight.add(attempt)
-        self.inflight.enter(attempt)
+        self.inflight.enter(attempt, Request(request_id=attempt.request_id, prompt_token_ids=(1,), params=SamplingParams()))
         return attempt
+
+    def _send(self, message: Request | Abort) -> None:
+        if isinstance(message, Abort):
+            self.aborted.append(message.request_id)
 
     def push(self, attempt: Attempt, *token_ids: int) -> None:
         assert attempt.output
@@ -285,7 +306,14 @@ def test_a_release_logs_the_tokens_first_and_writes_no_end(bench: Bench) -> None
     bench.push(attempt, 5)
     bench.inflight.end(attempt, RELEASED_BY_DRAIN)
     bench.flush()
-    assert (bench.broker.num_logged("a"), bench.broker.released, bench.broker.ends) == (1, ["a"], {})
+    assert (bench.broker.num_logged("a"), bench.broker.released, bench.broker.ends) == (1, {"a": False}, {})
+
+
+def test_a_release_says_which_jobs_have_spent_an_attempt(bench: Bench) -> None:
+    for job_id, ending in {"a": RELEASED_BY_DRAIN, "b": LOST_WITH_ENGINE, "c": MISSED_BY_ENGINE}.items():
+        bench.inflight.end(bench.start(job_id), ending)
+    bench.flush_twice()
+    assert bench.broker.released == {"a": False, "b": True, "c": False}
 
 
 def test_held_back_text_is_not_logged_by_a_release(bench: Bench) -> None:
@@ -298,14 +326,16 @@ def test_held_back_text_is_not_logged_by_a_release(bench: Bench) -> None:
 
 
 def test_a_resumed_job_goes_on_where_its_log_ends(bench: Bench) -> None:
-    attempt = bench.start(num_logged=2)
+    attempt = bench.start(num_logged=2, number=2)
     assert attempt.output
     bench.broker.logs["a"] = [(2, TokenFrame(1, 0, 0, (5, 6), "w5 w6 ", 0), True)]
     attempt.output.replay([5, 6])
-    attempt.is_announced = True
     bench.push(attempt, 7)
-    bench.flush()
-    assert bench.broker.token_frames("a")[-1] == TokenFrame(1, 0, 2, (7,), "w7 ", 6)
+    bench.flush_twice()
+    assert [frame for _, frame, _ in bench.broker.logs["a"][1:]] == [
+        ControlFrame(2, "start"),
+        TokenFrame(2, 0, 2, (7,), "w7 ", 6),
+    ]
 
 
 def test_nothing_is_written_while_the_leases_may_have_run_out(bench: Bench) -> None:

@@ -1,14 +1,14 @@
--- Gives jobs back: claimable at once by any worker, ahead of newer entries, the attempt not counted.
--- KEYS: cursor (for routing)   ARGV: prefix, idle_ms, then id, lease, lane, entry for each job
--- The idle time lets reclaim pick them up as well. Leases that are no longer held are passed over.
+-- Gives jobs back: claimable at once by any worker, ahead of newer entries.
+-- KEYS: cursor (for routing)   ARGV: prefix, '1' if the attempt counts, then id, lease, lane, entry for each job
+-- Leases that are no longer held are passed over.
 
 for i = 3, #ARGV, 4 do
   local job, lane, entry = job_key(ARGV[i]), lane_key(ARGV[i + 2]), ARGV[i + 3]
   local lease, state = unpack(redis.call('HMGET', job, 'lease', 'state'))
   if lease == ARGV[i + 1] and state == 'running' then
-    redis.call('XCLAIM', lane, GROUP, RELEASED, 0, entry, 'IDLE', ARGV[2], 'JUSTID', 'FORCE')
+    redis.call('XCLAIM', lane, GROUP, RELEASED, 0, entry, 'JUSTID', 'FORCE')
     redis.call('HSET', job, 'state', 'queued')
-    redis.call('HINCRBY', job, 'released', 1)
+    if ARGV[2] == '0' then redis.call('HINCRBY', job, 'released', 1) end
     redis.call('HDEL', job, 'lease', 'owner')
   end
 end

@@ -1,0 +1,161 @@
+"""From a claim to the engine or to an ending, with a broker in memory and an engine that dies at the worst moment."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from engine.config import EngineConfig
+from engine.messages import Abort
+from engine.request import Request
+from tests.support import fake_engine
+from worker import log
+from worker.attempt import CANCELLED, MISSED_BY_ENGINE, STOPPED, Attempt
+from worker.broker import Delivery
+from worker.consumer import Consumer
+from worker.frames import TokenFrame, encode_frame
+from worker.inflight import InFlight
+from worker.link import Link
+from worker.metrics import Metrics
+from worker.reader import Reader, Serving
+from worker.settings import Settings
+from worker.text import Tokenizer
+from worker.wire import Job
+
+LOGGED = (5, 6, 7)
+
+
+class MemoryBroker:
+    """Hands out what is put into it, and the same log for every job."""
+
+    def __init__(self) -> None:
+        self.queued: list[Delivery] = []
+
+    def ensure_group(self) -> None:
+        pass
+
+    def reclaim(self, count: int, skip: list[str]) -> list[Delivery]:
+        return []
+
+    def fetch(self, free: int) -> list[Delivery]:
+        taken, self.queued = self.queued[:free], self.queued[free:]
+        return taken
+
+    def wait_for_entry(self, block_s: float) -> None:
+        pass
+
+    def read_log(self, job_id: str) -> list[bytes]:
+        return [encode_frame(TokenFrame(1, 0, 0, LOGGED, "w5 w6 w7", 0))]
+
+
+class Interrupted(Tokenizer):
+    """Something happens while a prompt is being encoded, once."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.happens: Callable[[], None] = lambda: None
+
+    def encode_prompt(self, job: Job, max_tokens: int | None = None) -> list[int]:
+        happens, self.happens = self.happens, lambda: None
+        happens()
+        return super().encode_prompt(job, max_tokens)
+
+
+class Bench:
+    """A consumer whose engine is a list of messages."""
+
+    def __init__(self, directory: Path) -> None:
+        self.settings = Settings(engine=EngineConfig(model="m"))
+        self.sent: list[Request | Abort] = []
+        self.broker = MemoryBroker()
+        metrics = Metrics()
+        self.inflight = InFlight(metrics, self.sent.append)
+        self.tokenizer = Interrupted(directory)
+        self.reader = Reader(self.inflight, metrics, "m", lambda: None)
+        self.start_engine()
+        self.consumer = Consumer(
+            self.broker,  # type: ignore[arg-type]
+            Link("test", metrics, log.Throttle()),
+            self.inflight,
+            reader=self.reader,
+            metrics=metrics,
+            settings=self.settings,
+        )
+
+    def start_engine(self) -> None:
+        self.reader.serving = Serving(fake_engine.ready(self.settings.engine), self.tokenizer)
+
+    def restart_engine(self) -> None:
+        self.reader.on_down()
+        self.start_engine()
+
+    def add(self, job_id: str, *, ending: str = "", num_logged: int = 0, number: int = 1, **body: object) -> None:
+        fields = {b"m": msgpack.packb({"prompt": "w5 w6"} | body)}
+        lease = f"{job_id}:{number}"
+        self.broker.queued.append(
+            Delivery(job_id, "1-1", "normal", fields, 0, number, number, lease, 7, num_logged, 0, "new", ending)  # type: ignore[arg-type]
+        )
+
+    def run(self, turns: int) -> dict[str, Attempt]:
+        """What is held after so many turns of the loop, by job."""
+        left = iter(range(turns))
+        self.consumer.run(lambda: next(left, None) is not None)
+        return {attempt.delivery.job_id: attempt for attempt in self.inflight.held()}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(fake_engine.save_model(tmp_path))
+
+
+def test_what_was_claimed_for_an_engine_that_died_is_not_left_inside_the_next_one(bench: Bench) -> None:
+    for job_id in "abc":
+        bench.add(job_id)
+    bench.tokenizer.happens = bench.restart_engine
+    held = bench.run(3)
+    assert held["a"].ending == MISSED_BY_ENGINE
+    assert [held[job_id].ending for job_id in "bc"] == [None, None]
+    assert bench.inflight.inside() == [held["b"], held["c"]]
+    inside = {message.request_id for message in bench.sent if isinstance(message, Request)}
+    assert inside - {message.request_id for message in bench.sent if isinstance(message, Abort)} == {
+        held["b"].request_id,
+        held["c"].request_id,
+    }
+
+
+def test_a_job_that_was_inside_a_dead_engine_has_spent_an_attempt(bench: Bench) -> None:
+    bench.add("a")
+    ending = bench.run(2)["a"].ending
+    assert ending is None
+    bench.restart_engine()
+    ending = bench.run(0)["a"].ending
+    assert ending is not None
+    assert (ending.state, ending.is_counted) == ("released", True)
+
+
+def test_a_log_that_may_be_complete_is_the_engine_s_to_judge(bench: Bench) -> None:
+    bench.add("a", num_logged=len(LOGGED), number=2, max_tokens=len(LOGGED))
+    bench.run(2)
+    assert [request.output_token_ids for request in bench.sent if isinstance(request, Request)] == [LOGGED]
+
+
+def test_a_log_that_holds_a_stop_string_ends_without_the_engine(bench: Bench) -> None:
+    bench.add("a", num_logged=len(LOGGED), number=2, stop="w6 w7")
+    assert bench.run(2)["a"].ending == STOPPED
+    assert bench.sent == []
+
+
+@pytest.mark.parametrize("body", [{}, {"max_tokens": -1}, {"model": "another"}, {"max_attempts": 1}], ids=str)
+def test_what_was_asked_for_in_the_queue_is_the_end_whatever_else_is_wrong(bench: Bench, body: dict[str, object]) -> None:
+    bench.add("a", ending="cancelled", number=2, **body)
+    assert bench.run(2)["a"].ending == CANCELLED
+    assert bench.sent == []
+
+
+def test_a_cancel_while_a_job_is_being_started_keeps_the_text_of_its_log(bench: Bench) -> None:
+    bench.add("a", num_logged=len(LOGGED), number=2)
+    bench.tokenizer.happens = lambda: bench.inflight.cancel("a")
+    attempt = bench.run(2)["a"]
+    assert attempt.output is not None
+    assert (attempt.ending, tuple(attempt.output.token_ids), bench.sent) == (CANCELLED, LOGGED, [])
