@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as engine/serve.py; OpenMP reads it when torch loads
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # as engine/serve.py; OpenMP reads it when torch loads
 import torch
 
 from bench.workload import DIGESTS, SHAPES, WorkItem, make_workload

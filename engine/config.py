@@ -4,9 +4,15 @@
 the memory are known. Neither imports torch: the queue side builds an `EngineConfig` and sends it to the engine process.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 from engine.errors import ConfigError
+
+MAX_THREADS: Final = 1024
+MAX_COUNT: Final = 2**31 - 1
+"""Slots, tokens and blocks are 32-bit integers in the tensors of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +47,14 @@ class EngineConfig:
             raise ConfigError(f"block_size: {self.block_size} is not a power of two from 8 to 256; use 16")
         for name in ("max_slots", "token_budget", "kv_blocks", "max_model_len", "num_threads"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: {value} is below 1; leave it out for the default")
+            limit = MAX_THREADS if name == "num_threads" else MAX_COUNT
+            if value is not None and not 1 <= value <= limit:
+                raise ConfigError(f"{name}: {value} is outside 1..{limit}; leave it out for the default")
         if self.kv_blocks is not None and self.kv_memory is not None:
             raise ConfigError("kv_blocks and kv_memory exclude each other; give one of them")
-        if self.kv_memory is not None and not self.kv_memory > 0:
-            raise ConfigError(f"kv_memory: {self.kv_memory} is not above 0; give a fraction up to 1 or a number of bytes")
+        if self.kv_memory is not None and not 0 < self.kv_memory < math.inf:
+            remedy = "give a fraction up to 1 or a number of bytes"
+            raise ConfigError(f"kv_memory: {self.kv_memory} is not a number above 0; {remedy}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

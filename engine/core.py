@@ -15,7 +15,7 @@ from engine.config import SchedulerConfig
 from engine.errors import RequestRefused
 from engine.geometry import ModelGeometry
 from engine.messages import StepReport, TokenEvent
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, SamplingParams
 from engine.sampler import SamplerOutput, sample
 from engine.scheduler import Ended, Scheduler, SchedulerOutput
 from engine.sequence import Sequence
@@ -113,20 +113,28 @@ class Engine:
             raise RequestRefused("request_id", request.request_id, "already running", "choose another id")
         if not num_prompt:
             raise RequestRefused("prompt", "0 tokens", "at least 1 token", "send a prompt")
-        room = limit if request.params.max_tokens == 0 else limit - 1
-        if num_prompt > room:
-            what = "the model's length" if limit == self._config.max_model_len else "the whole KV cache"
+        max_tokens, room = request.params.max_tokens, limit if request.params.max_tokens == 0 else limit - 1
+        if max_tokens > max(self._config.max_model_len, SamplingParams().max_tokens):  # the default is never refused
             raise RequestRefused(
-                "prompt",
-                f"{num_prompt} tokens",
-                f"at most {room} tokens: {what} holds {limit} with one to generate",
-                "shorten the prompt or start the worker with more --kv-blocks or a larger --max-model-len",
+                "max_tokens", max_tokens, f"at most {self._config.max_model_len}: the model's length", "lower it"
             )
+        if num_prompt > room:
+            raise RequestRefused("prompt", f"{num_prompt} tokens", *self._room(room))
         vocab_size = self._runner.geometry.vocab_size
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
             if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
                 worst = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
                 raise RequestRefused("prompt", f"token id {worst}", f"ids 0..{vocab_size - 1}", "use this model's tokenizer")
+
+    def _room(self, room: int) -> tuple[str, str]:
+        """The limit on a prompt, and the remedy."""
+        model_len, limit = self._config.max_model_len, self._config.max_sequence_tokens
+        if limit < model_len:
+            return f"at most {room}: the whole KV cache holds {limit}", "shorten the prompt, or serve with more kv_blocks"
+        remedy = "shorten the prompt"
+        if model_len < self._runner.geometry.max_model_len:
+            remedy += ", or serve with a larger max_model_len"
+        return f"at most {room}: max_model_len is {limit} with the output", remedy
 
     def _record(self, output: SchedulerOutput, sampled: SamplerOutput) -> tuple[TokenEvent, ...]:
         """Hand the sampled tokens to the scheduler and turn them into events, in the order of the batch."""

@@ -40,6 +40,7 @@ class EngineReady:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    """Most tokens a sequence may hold, prompt and output: the model's length, or what the KV cache holds if that is less."""
     max_slots: int
     token_budget: int
     block_size: int

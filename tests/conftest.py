@@ -11,8 +11,8 @@ from tests.support.server import BrokerMaker, brokers, drop_queue, embedded_serv
 from worker.broker import Broker, connect
 from worker.embedded import EmbeddedServer
 
-# As engine/serve.py: a waiting thread that spins takes the core from the worker or server under test. Read when torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A waiting thread that spins takes the core from the worker or server under test. Read when torch loads, here and in workers.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

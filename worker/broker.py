@@ -6,30 +6,45 @@ takes a connection of its own from the client's pool. What a body means is worke
 the consumer's.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.exceptions import ResponseError
 
-from engine.errors import ConfigError
 from worker import keys as names
 from worker import log
-from worker.errors import ServerUnavailable
+from worker.errors import InvalidOption, ServerUnavailable
+from worker.frames import FinalState
 from worker.keys import GROUP, LANES, Keys
 from worker.lua import Scripts
+from worker.wire import MAX_BODY_BYTES
 
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024
-"""A bigger entry is claimed without its fields, for a refusal."""
 MAX_REPLY_BYTES: Final = 16 * 1024 * 1024
 """fetch and reclaim stop taking jobs once they carry this much; they may overshoot by a few bodies."""
 SCAN_LIMIT: Final = 500
 """Entries that one fetch looks at, so that a flood of duplicates cannot hold the server."""
 RECLAIM_ROUNDS: Final = 200
-RELEASED_IDLE_MS: Final = 24 * 3600 * 1000
+LOOK_ENTRIES: Final = 10_000
+LOOK_BYTES: Final = 64 * 1024 * 1024
+"""How far `register` looks through what no worker has seen."""
 BLOCK_MARGIN_S: Final = 5.0
+MAX_TIMEOUT_S: Final = 86_400.0
+URL_ARGUMENTS: Final = (
+    "db",
+    "username",
+    "password",
+    "client_name",
+    "socket_timeout",
+    "socket_connect_timeout",
+    "socket_keepalive",
+    "health_check_interval",
+    "max_connections",
+)
 
 _log = log.get("broker")
 _group_lines = log.Throttle()
@@ -39,9 +54,10 @@ _group_lines = log.Throttle()
 class Delivery:
     """A job that is ours for now.
 
-    `attempt` only ever grows and fences; `counted_attempts` leaves out attempts that were given back. `fields` is None when
-    the entry is over MAX_BODY_BYTES; `size` is its length in bytes. `seed` (60 bits) stays the same for all attempts.
-    `num_logged` tokens are in the log. With `ending` the job is to be finished in that state without being run.
+    `attempt` only ever grows and fences; `counted_attempts` leaves out attempts that were given back. `size` is the bytes of
+    the body, or of all that stands around it where that is more; `fields` is None when it is over MAX_BODY_BYTES. `seed` (60
+    bits) stays the same for all attempts. `num_logged` tokens are in the log. With `ending` the job is to be finished in that
+    state without being run.
     """
 
     job_id: str
@@ -57,6 +73,8 @@ class Delivery:
     enqueued_ms: int
     source: Literal["new", "released", "reclaimed"]
     ending: Literal["", "cancelled", "expired"] = ""
+    started_ms: int = 0
+    """Unix time of the job's first claim, by whichever worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +120,7 @@ class Finish:
     """How a job ends. `expected_n` refuses the end (`behind`) unless the log has that many tokens."""
 
     delivery: Delivery
-    state: Literal["succeeded", "failed", "cancelled", "expired", "dead"]
+    state: FinalState
     code: str
     result: bytes
     end_frame: bytes
@@ -122,10 +140,35 @@ class LaneCounts:
 
 
 def connect(url: str, timeout_s: float = 5.0) -> redis.Redis:
-    """A client with bytes replies, explicit timeouts in seconds and no retries of its own; does not connect yet."""
-    return redis.Redis.from_url(
-        url, retry=None, protocol=2, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
-    )
+    """A client with bytes replies, explicit timeouts in seconds and no retries of its own; does not connect yet.
+
+    `InvalidOption` for a URL that cannot be read; it may hold a password, so it is not shown.
+    """
+    options: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "decode_responses": False}
+    try:
+        client = redis.Redis.from_url(url, retry=None, protocol=2, **options)
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # only a connection knows which of the URL's arguments there are
+        _check_url(url, pool.connection_kwargs)
+    except (ValueError, TypeError, redis.RedisError):
+        raise InvalidOption("redis URL: cannot be read; write redis://host:6379/0, rediss://... or unix:///path") from None
+    return client
+
+
+def _check_url(url: str, kwargs: Mapping[str, Any]) -> None:
+    """ValueError for what redis-py takes from a URL and would leave out, fail at with every call, or take in place of ours."""
+    address = urlsplit(url)
+    database = address.path.strip("/")
+    if address.scheme != "unix" and database and not re.fullmatch("[0-9]{1,9}", database):
+        raise ValueError("no database")
+    if address.scheme == "unix" and not address.path:
+        raise ValueError("no path")
+    if not all(name in URL_ARGUMENTS or name.startswith("ssl_") for name in parse_qs(address.query)):
+        raise ValueError("an argument that is not the URL's to set")
+    if kwargs.get("db", 0) < 0 or not all(
+        0 < kwargs[name] < MAX_TIMEOUT_S for name in ("socket_timeout", "socket_connect_timeout")
+    ):
+        raise ValueError("a timeout that cannot be waited for")
 
 
 class Broker:
@@ -140,7 +183,7 @@ class Broker:
 
     def __init__(self, client: redis.Redis, queue: str, worker_id: str, lease_s: float = 30.0) -> None:
         if worker_id in ("", "released"):
-            raise ConfigError(f"worker_id: {worker_id!r}: empty and 'released' are taken; choose another name")
+            raise InvalidOption(f"worker_id: {worker_id!r}: empty and 'released' are taken; choose another name")
         self.keys = Keys(queue)
         self.worker_id = worker_id
         self.lease_s = lease_s
@@ -250,15 +293,29 @@ class Broker:
         calls = [(self._finish_keys(finish.delivery), self._finish_args(finish)) for finish in finishes]
         return [status.decode() for status in self._scripts.run_many("finish", calls)]
 
-    def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Gives jobs back: claimable at once by any worker, before newer entries, the attempt not counted."""
+    def release(self, deliveries: Sequence[Delivery], *, counted: bool = False) -> None:
+        """Gives jobs back: claimable at once by any worker, before newer entries; `counted`: this was one of their attempts."""
         if deliveries:
-            self._run_on_group("release", [self.keys.cursor], RELEASED_IDLE_MS, *_claims(deliveries))
+            self._run_on_group("release", [self.keys.cursor], int(counted), *_claims(deliveries))
 
     def cancel(self, job_id: str) -> str | None:
         """Asks for a job's end (`cancel <id>` on the control channel); its state now, None when unknown."""
         state = self._scripts.run("cancel", [self.keys.job(job_id)], self.keys.prefix, job_id, self.keys.control)
         return None if state is None else str(state.decode())
+
+    def register(self, job_id: str) -> str | None:
+        """The state of a job; one that a bare XADD added and no worker has seen is looked for, and queued from now on."""
+        state = self._scripts.run("register", self.keys.lanes, self.keys.prefix, job_id, LOOK_ENTRIES, LOOK_BYTES)
+        return None if state is None else str(state.decode())
+
+    def listen(self) -> redis.client.PubSub:
+        """A confirmed subscription to the control channel, on a connection of its own; the caller's to close."""
+        listener: redis.client.PubSub = self._client.pubsub()
+        listener.subscribe(self.keys.control)
+        if listener.get_message(timeout=BLOCK_MARGIN_S) is None:
+            listener.close()
+            raise redis.TimeoutError("no confirmation of a subscription")
+        return listener
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the server knows of a job; empty when unknown."""
@@ -334,7 +391,7 @@ def _claims(deliveries: Iterable[Delivery]) -> list[str]:
 
 
 def _delivery(row: Sequence[Any]) -> Delivery:
-    job_id, entry_id, lane, flat, size, attempt, released, lease, seed, n, enqueued_ms, source, ending = row
+    job_id, entry_id, lane, flat, size, attempt, released, lease, seed, n, enqueued_ms, started_ms, source, ending = row
     return Delivery(
         job_id=job_id.decode(),
         entry_id=entry_id.decode(),
@@ -347,6 +404,7 @@ def _delivery(row: Sequence[Any]) -> Delivery:
         seed=int(seed, 16),
         num_logged=int(n),
         enqueued_ms=int(enqueued_ms),
+        started_ms=int(started_ms),
         source=source.decode(),
         ending=ending.decode(),
     )

@@ -40,6 +40,7 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
     """Start a server and a worker on a small model, ask it a dozen things, show where the slots went; leave nothing behind."""
     from worker import demo as demonstration
 
+    _check_device(gpu, cpu=cpu)
     raise click.exceptions.Exit(demonstration.run(model=model, redis_url=redis_url, gpu=gpu, cpu=cpu, plain=plain))
 
 
@@ -146,12 +147,16 @@ def model_path(name: str) -> None:
 
 def _device(gpu: int | None, *, cpu: bool) -> str:
     """`cpu` or `cuda:N`; without a choice the first GPU when one is visible, said in the log."""
-    if cpu and gpu is not None:
-        raise InvalidOption(f"--cpu and --gpu {gpu} exclude each other; give one of them")
+    _check_device(gpu, cpu=cpu)
     if gpu is None and not cpu:
         gpu = 0 if visible_gpus() else None
         log.get("cli").info("device_chosen", device="cpu" if gpu is None else f"cuda:{gpu}", choose_with="--cpu or --gpu N")
     return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
+def _check_device(gpu: int | None, *, cpu: bool) -> None:
+    if cpu and gpu is not None:
+        raise InvalidOption(f"--cpu and --gpu {gpu} exclude each other; give one of them")
 
 
 def main() -> None:

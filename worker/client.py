@@ -12,12 +12,11 @@ that was never reached is reported at once.
 """
 
 import random
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import redis
 
@@ -25,12 +24,12 @@ from worker.broker import Broker, connect
 from worker.codec import has_lone_surrogate
 from worker.deltas import Assembler, Delta
 from worker.errors import InvalidJob, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
-from worker.frames import ControlFrame, Result, decode_frame, decode_result
+from worker.frames import ControlFrame, FinalState, Result, decode_frame, decode_result
 from worker.wire import encode_body, parse_body
 
 __all__ = ("Client", "Delta", "JobStream")
 
-ENDED = (b"succeeded", b"failed", b"cancelled", b"expired", b"dead")
+ENDED = tuple(state.encode() for state in get_args(FinalState))
 CHECK_S = 1.0
 """Silence after which the server is asked whether the job has ended, or its log has more than was heard."""
 PAGE = 512
@@ -39,7 +38,6 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
 T = TypeVar("T")
-_ENTRY_ID = re.compile("[0-9]{1,20}-[0-9]{1,20}")
 _PASSING = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN")
 
 
@@ -52,7 +50,7 @@ class Client:
         `patience_s`: how long a server that has gone is waited for.
         """
         self._owns = isinstance(server, str)
-        self._redis: Any = _connect(server) if isinstance(server, str) else server
+        self._redis: Any = connect(server) if isinstance(server, str) else server
         if self._redis.get_encoder().decode_responses:
             raise ValueError("client: decode_responses is True, which cannot carry msgpack; pass one with False")
         self._broker = Broker(self._redis, queue, worker_id="client")
@@ -89,12 +87,11 @@ class Client:
         failed may be repeated. `max_queued` bounds the jobs that have not ended. Raises `InvalidJob`, `QueueFull`,
         `ServerUnavailable`.
         """
-        given = {"prompt": prompt, "messages": None if messages is None else [dict(message) for message in messages]}
+        given = {"prompt": prompt, "messages": _plain(messages)}
         body = {name: value for name, value in given.items() if value is not None} | fields
         job_id = uuid.uuid4().hex if id is None else id
         job = parse_body(body | {"id": job_id, "priority": priority})
-        if idempotency_key is not None and (not 1 <= len(idempotency_key) <= 512 or has_lone_surrogate(idempotency_key)):
-            raise InvalidJob("idempotency_key", f"text of {len(idempotency_key)}", "1 to 512 characters", job_id)
+        _check_bounds(idempotency_key, max_queued)
         packed = encode_body(body)
         reply = self._call(  # safe to repeat: the server knows the id
             lambda: self._broker.enqueue(
@@ -128,17 +125,21 @@ class Client:
         return stream.result
 
     def cancel(self, job_id: str) -> str:
-        """Ask for the job's end; the state it is in. It ends soon, with what it has. Raises `UnknownJob`, `ServerUnavailable`.
+        """Ask for the job's end; the state it is in. It ends soon, with what it has.
 
-        The entry of a bare XADD answers `queued` and cannot be cancelled before a worker has claimed it.
+        Raises `UnknownJob`, `ServerUnavailable`.
         """
         _refuse_unwritable(job_id)
-        return self._call(lambda: self._broker.cancel(job_id)) or self.state(job_id)
+        return self._call(lambda: self._broker.cancel(job_id) or self._cancel_unseen(job_id))
 
     def state(self, job_id: str) -> str:
         """queued, delayed, running, succeeded, failed, cancelled, expired or dead. Raises `UnknownJob`, `ServerUnavailable`."""
         _refuse_unwritable(job_id)
         return self._call(lambda: self._state(job_id))
+
+    def _cancel_unseen(self, job_id: str) -> str:
+        found = self._find(job_id)
+        return self._broker.cancel(job_id) or found
 
     def _state(self, job_id: str) -> str:
         state = self._broker.job(job_id).get("state")
@@ -149,15 +150,9 @@ class Client:
         stored = self._broker.result(job_id)
         if stored is not None:
             return decode_result(stored).state
-        if self._is_unclaimed_entry(job_id):
-            return "queued"
+        if (state := self._broker.register(job_id)) is not None and state.encode() not in ENDED:
+            return state
         raise UnknownJob(f"job {job_id}: not on queue {self._keys.queue}: it never was, or its result has expired")
-
-    def _is_unclaimed_entry(self, job_id: str) -> bool:
-        """Whether it is the entry of a bare XADD, which is known by its entry id alone until a worker has claimed it."""
-        if not _ENTRY_ID.fullmatch(job_id):
-            return False
-        return any(self._redis.xrange(lane, job_id, job_id, count=1) for lane in self._keys.lanes)
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call until the server answers. For what is safe to run twice."""
@@ -324,7 +319,7 @@ class _Retry:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         if not self._may_pass(error) or now + pause_s > until:
-            raise ServerUnavailable(f"redis server {_where(self._client._redis)}: {_reason(error)}") from None
+            raise unavailable(self._client._redis, error) from None
         time.sleep(pause_s)
 
     def _may_pass(self, error: redis.RedisError) -> bool:
@@ -337,22 +332,30 @@ class _Retry:
         return str(error).startswith(_PASSING)
 
 
-def _connect(url: str) -> redis.Redis:
-    try:
-        return connect(url)
-    except (ValueError, TypeError):
-        raise ServerUnavailable("redis URL: cannot be read; write redis://host:6379/0, rediss://... or unix:///path") from None
-
-
-def _where(client: Any) -> str:
-    """Host and port, or path: never the URL, which may hold a password."""
+def unavailable(client: Any, error: redis.RedisError) -> ServerUnavailable:
+    """What to tell people: host and port, or path (never the URL, which may hold a password), the reason, the remedy."""
     kwargs = client.connection_pool.connection_kwargs
-    return str(kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}")
-
-
-def _reason(error: redis.RedisError) -> str:
+    where = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
     lines = str(error).splitlines()
-    return f"{lines[0][:200] if lines else type(error).__name__}; start one with `worker redis`, or give the URL of another"
+    reason = lines[0][:200] if lines else type(error).__name__
+    return ServerUnavailable(f"redis server {where}: {reason}; start one with `worker redis`, or give the URL of another")
+
+
+def _plain(messages: object) -> object:
+    """Messages of any mapping and sequence types as dicts in a list; what is neither stays, for the check to refuse."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _check_bounds(idempotency_key: object, max_queued: object) -> None:
+    if idempotency_key is not None:
+        if type(idempotency_key) is not str:
+            raise InvalidJob("idempotency_key", type(idempotency_key).__name__, "text of 1 to 512 characters")
+        if not 1 <= len(idempotency_key) <= 512 or has_lone_surrogate(idempotency_key):
+            raise InvalidJob("idempotency_key", f"text of {len(idempotency_key)}", "1 to 512 characters")
+    if max_queued is not None and (type(max_queued) is not int or not 0 <= max_queued <= 2**53):
+        raise InvalidJob("max_queued", type(max_queued).__name__, "an integer of 0 or more")
 
 
 def _refuse_unwritable(job_id: str) -> None:

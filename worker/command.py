@@ -5,6 +5,7 @@
 Relies on click. `--verbose` adds the traceback to any error.
 """
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -93,6 +94,23 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "SLOTMILL_" + long.removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
+
+
+class _Seconds(click.FloatRange):
+    """Seconds from now that a clock can count: a century at most, and no NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(-SECONDS_LIMIT, SECONDS_LIMIT)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
+
+
+SECONDS_LIMIT = 3_000_000_000
+SECONDS = _Seconds()
 
 
 def queue_options(function: F) -> F:

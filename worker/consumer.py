@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams
 from worker import log
 from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, STOPPED, Attempt, Ending, internal_error
 from worker.broker import Broker, Delivery
-from worker.errors import InvalidJob, SlotmillError, UnknownVersion
+from worker.errors import InvalidJob, ServerUnavailable, SlotmillError, UnknownVersion
 from worker.frames import TokenFrame, decode_frame
 from worker.inflight import InFlight
 from worker.keys import LANES
@@ -24,7 +24,7 @@ from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
 from worker.output import Output
 from worker.reader import Reader, Serving
-from worker.settings import Settings
+from worker.settings import Settings, hide_password
 from worker.text import Detokenizer, StopMatcher
 from worker.wire import MAX_BODY_BYTES, Job, decode_job
 
@@ -71,7 +71,10 @@ class Consumer:
             try:
                 self._expire()
                 is_done = self._turn()
-            except LinkDownError:
+            except LinkDownError as error:
+                if self._settings.burst and not self._link.last_ok:  # a script waits for its end, not for a server
+                    where = hide_password(self._settings.redis_url)
+                    raise ServerUnavailable(f"--redis-url: {where} does not answer; start one with `worker redis`") from error
                 self._link.pause()
                 continue
             except SlotmillError:

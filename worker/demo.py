@@ -8,7 +8,6 @@ comes out of the blue, so nothing that was started can be forgotten.
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,16 +27,16 @@ from rich.live import Live
 
 from worker import demo_view as view
 from worker.broker import connect
-from worker.client import Client
+from worker.client import Client, unavailable
+from worker.command import CANCELLED, FAILED, OK
 from worker.demo_view import Answer, Figures
-from worker.embedded import EmbeddedServer, die_with_parent
+from worker.embedded import EmbeddedServer, die_with_parent, free_port
 from worker.errors import EngineUnavailable, SlotmillError
 from worker.keys import Keys
 from worker.settings import DEFAULT_MODEL
 
 NUM_SLOTS = 4
 """Fewer than prompts, so that there is something to schedule; as many as panels of a terminal of 80 columns."""
-CANCELLED = 3
 TICK_S = 0.2
 STOP_GRACE_S = 10.0
 """A worker without a drain leaves in a second or two; one that does not is killed, and its engine with it."""
@@ -119,7 +118,7 @@ def run(
         console.print("cancelled; nothing is left running")
         return CANCELLED
     console.print(view.summary(figures))
-    return 0 if all(answer.state == "succeeded" for answer in answers) else 1
+    return OK if all(answer.state == "succeeded" for answer in answers) else FAILED
 
 
 def _console() -> Console:
@@ -149,7 +148,10 @@ def _queue(redis_url: str | None) -> Iterator[tuple[str, str]]:
             yield server.url, queue
         return
     with connect(redis_url) as client:
-        client.ping()  # before a model is loaded for nothing
+        try:
+            client.ping()  # before a model is loaded for nothing
+        except redis.RedisError as error:
+            raise unavailable(client, error) from None
         try:
             yield redis_url, queue
         finally:
@@ -161,7 +163,7 @@ class _Worker:
     """A real worker process with its metrics, gone with its engine when the context ends."""
 
     def __init__(self, arguments: Sequence[str], stop: _Stop) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         # -P: a folder called worker or engine where the demo is started is not ours.
         self._command = [*die_with_parent(), sys.executable, "-P", "-m", "worker.cli", "start", *arguments]
         self._command += ["--drain-s", "0", "--metrics-port", str(self._port)]
@@ -236,12 +238,6 @@ def parse_counts(text: str) -> Counts:
         for sample in family.samples:
             counts.setdefault(sample.name.removeprefix("slotmill_"), {})[",".join(sample.labels.values())] = sample.value
     return counts
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _enqueue(client: Client, prompts: Sequence[Prompt], max_tokens: int | None) -> list[Answer]:

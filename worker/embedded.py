@@ -7,6 +7,7 @@ server.
 """
 
 import atexit
+import fcntl
 import importlib.util
 import os
 import re
@@ -27,7 +28,7 @@ import psutil
 import redis
 
 from worker.broker import connect
-from worker.errors import ServerUnavailable
+from worker.errors import InvalidOption, ServerUnavailable
 
 MIN_MAJOR: Final = 7
 START_DEADLINE_S: Final = 20.0
@@ -94,7 +95,8 @@ class EmbeddedServer:
         port: TCP port on 127.0.0.1; None: a free one.
         binary: the server to run; None: what find_server finds.
 
-    After kill() a start() brings the same data back at the same addresses. Raises ServerUnavailable when it does not get ready.
+    After kill() a start() brings the same data back at the same addresses. Raises InvalidOption when directory or port cannot
+    be had, ServerUnavailable when it does not get ready.
     """
 
     def __init__(self, data_dir: Path | None = None, port: int | None = None, binary: Path | None = None) -> None:
@@ -138,8 +140,12 @@ class EmbeddedServer:
             self._private = Path(tempfile.mkdtemp(prefix=f"{_PRIVATE}{os.getpid()}-"))  # mode 0700
             atexit.register(self.stop)
         for _ in range(PORT_TRIES):
-            self.port = self.port or _free_port()
-            self._launch(binary, self._private)
+            self.port = self.port or free_port()
+            try:
+                self._launch(binary, self._private)
+            except InvalidOption:
+                self.stop()
+                raise
             if self._wait_ready():
                 return
             log_end = self._last_log_line()
@@ -148,6 +154,9 @@ class EmbeddedServer:
                 break
             self.port = 0  # somebody took the free port between our look and the server's bind
         self.stop()
+        reason = log_end.rpartition("bind: ")[2]
+        if self._fixed_port and reason != log_end:
+            raise InvalidOption(f"port: {self._fixed_port}: {reason}; choose another, or 0 for a free one")
         raise ServerUnavailable(f"server: {binary} did not get ready on port {self._fixed_port or 'any'}: {log_end}")
 
     def stop(self) -> None:
@@ -176,7 +185,7 @@ class EmbeddedServer:
 
     def _launch(self, binary: Path, private: Path) -> None:
         data = self._data_dir or private / "data"
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _lock(data)
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -190,16 +199,20 @@ class EmbeddedServer:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "maxmemory-policy": "noeviction",
-            "client-output-buffer-limit": "pubsub 64mb 16mb 60",
+            "client-output-buffer-limit": "pubsub 64mb 16mb 30",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._process = subprocess.Popen(
-            [*die_with_parent(), str(binary), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
+        try:
+            self._process = subprocess.Popen(
+                [*die_with_parent(), str(binary), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+                pass_fds=(lock,),  # the lock ends with the server, however that ends
+            )
+        finally:
+            os.close(lock)
 
     def _wait_ready(self) -> bool:
         assert self._process is not None
@@ -218,6 +231,21 @@ class EmbeddedServer:
         log = self._private / "log"
         lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
         return next((line for line in reversed(lines) if "bind" in line or "rror" in line), (lines or ["no log"])[-1])
+
+
+def _lock(data: Path) -> int:
+    """The directory, made where missing, open and locked: two servers that write one append-only file lose what is in it."""
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise InvalidOption(f"data: {data}: {error.strerror}; name a directory that can be written to") from None
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(directory)
+        raise InvalidOption(f"data: {data}: another server is using it; stop that one, or name another directory") from None
+    return directory
 
 
 def die_with_parent() -> list[str]:
@@ -243,7 +271,8 @@ def _serves(socket_path: Path) -> bool:
         return probe.connect_ex(str(socket_path)) == 0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on just now; somebody may before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

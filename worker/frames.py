@@ -6,7 +6,7 @@ Keys are those of docs/protocol.md. Readers ignore keys they do not know, so tha
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from worker import codec
 from worker.errors import ProtocolError
@@ -14,6 +14,9 @@ from worker.errors import ProtocolError
 VERSION = 1
 MAX_RESULT_ITEMS = 1 << 24
 """Items of one list in a result: as many as a job may ask tokens."""
+
+FinalState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
+"""How a job can end; what is not among them has not ended."""
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ class Timings:
     queued_s: float = 0.0
     """To the first claim."""
     ttft_s: float | None = None
-    """To the first token; None when there was none."""
+    """To the first token; None when there was none, or when an earlier attempt had made it."""
     e2e_s: float = 0.0
     """To the end."""
 
@@ -97,7 +100,7 @@ class Result:
 
     id: str
     state: str
-    """succeeded, failed, cancelled, expired or dead."""
+    """A `FinalState`, or what a later version may add."""
     code: str | None = None
     """Why, in one word, when it did not succeed: `invalid`, `unknown_version`, ..."""
     error: str | None = None

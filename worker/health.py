@@ -39,7 +39,8 @@ class HealthServer:
             self._server = _Server((host, port), probes)
         except OSError as error:
             why = error.strerror or str(error)
-            raise InvalidOption(f"--metrics-port: cannot listen on {host}:{port}: {why}; choose another, or 0") from error
+            where = f"--metrics-host {host}, --metrics-port {port}"
+            raise InvalidOption(f"{where}: cannot listen there: {why}; take another port or 0, and an own address") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
 
     @property

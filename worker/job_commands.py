@@ -14,9 +14,11 @@ import click
 
 from worker.broker import Broker, connect
 from worker.client import Client
-from worker.command import CANCELLED, FAILED, Command, Group, fail, option, queue_options
+from worker.command import CANCELLED, FAILED, SECONDS, Command, Group, fail, option, queue_options
 from worker.errors import InvalidOption
 from worker.frames import Result
+from worker.keys import LANES
+from worker.wire import encode_body, parse_body
 
 SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "include_stop", "model")
 """Options that are fields of the job body under the same name."""
@@ -25,15 +27,15 @@ SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed",
 @click.command(cls=Command)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @queue_options
-@click.option("-f", "--file", type=click.File(encoding="utf-8"), help="One prompt on each line; - is standard input.")
+@click.option("-f", "--file", type=click.File("rb"), help="One prompt on each line; - is standard input.")
 @option("--follow", is_flag=True, help="Stream each answer, in order.")
 @option("--wait", is_flag=True, help="Print each answer when it is complete, in order.")
 @option("--json", "as_json", is_flag=True, help="Print JSON lines: ids, or deltas and results.")
-@option("--timeout-s", type=float, default=None, help="Seconds to wait for an answer. Default: no limit.")
+@option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for an answer. Default: no limit.")
 @option("--chat", is_flag=True, help="Send each prompt as a user's message, through the model's chat template.")
 @option("--system", default=None, help="System message; implies --chat.")
 @click.option("--model", default=None, help="Name of the model that must answer.")
-@option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", help="Lane of the queue.")
+@option("--priority", type=click.Choice(LANES), default="normal", help="Lane of the queue.")
 @option("--max-tokens", type=int, default=256, help="Most tokens of an answer.")
 @option("--min-tokens", type=int, default=0, help="Tokens before an answer may end by itself.")
 @option("--temperature", type=float, default=1.0, help="0 takes the likeliest token.")
@@ -43,7 +45,7 @@ SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed",
 @click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times.")
 @option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
 @option("--include-stop", is_flag=True, help="Keep the stop text in the answer.")
-@option("--deadline-s", type=float, default=None, help="Seconds from now after which a job expires.")
+@option("--deadline-s", type=SECONDS, default=None, help="Seconds from now after which a job expires.")
 @click.option("--id", "job_id", default=None, help="Id of the job, for one prompt; the same id again adds nothing.")
 def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: Any) -> None:
     """Add one job for each PROMPT and print its id, or its answer."""
@@ -52,13 +54,22 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
         raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f")
     if options["job_id"] and len(texts) > 1:
         raise InvalidOption(f"--id: {options['job_id']}: {len(texts)} prompts; an id is for one")
+    bodies = [_body(text, options) for text in texts]
+    for body in bodies:  # all before the first is added
+        parse_body(body)
+        encode_body(body)
     with Client(redis_url, queue) as client:
-        job_ids = [client.enqueue(**_body(text, options)) for text in texts]
+        job_ids = [_added(client, body, options) for body in bodies]
         if options["follow"] or options["wait"]:
             _show_answers(client, job_ids, options["timeout_s"], follow=options["follow"], as_json=options["as_json"])
-            return
-    for added in job_ids:
-        click.echo(json.dumps({"id": added}) if options["as_json"] else added)
+
+
+def _added(client: Client, body: dict[str, Any], options: dict[str, Any]) -> str:
+    """Add a job. Its id is printed at once, unless its answer will be: what follows may fail."""
+    job_id = client.enqueue(**body)
+    if not options["follow"] and not options["wait"]:
+        click.echo(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+    return job_id
 
 
 @click.group(cls=Group)
@@ -85,7 +96,7 @@ def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
 @click.argument("job_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
-@option("--timeout-s", type=float, default=None, help="Seconds to wait for the end. Default: no limit.")
+@option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Stream a job's answer from its first token to its end."""
     with Client(redis_url, queue) as client:
@@ -105,17 +116,21 @@ def cancel(job_id: str, *, redis_url: str, queue: str) -> None:
 @click.argument("job_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-@option("--timeout-s", type=float, default=None, help="Seconds to wait for the end. Default: no limit.")
+@option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def result(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Wait for a job's end and print its answer."""
     with Client(redis_url, queue) as client:
         _show_answers(client, [job_id], timeout_s, follow=False, as_json=as_json)
 
 
-def _lines(file: IO[str] | None) -> Iterator[str]:
+def _lines(file: IO[bytes] | None) -> Iterator[str]:
     """The lines of a file that hold something; a byte-order mark is not text."""
-    for line in file or ():
-        if prompt := line.lstrip("\ufeff").rstrip("\r\n"):
+    for number, line in enumerate(file or (), 1):
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            raise InvalidOption(f"--file: {getattr(file, 'name', '-')}, line {number}: not UTF-8; convert the file") from None
+        if prompt := text.lstrip("\ufeff").rstrip("\r\n"):
             yield prompt
 
 

@@ -8,9 +8,10 @@ key. Nothing here talks to a server.
 import re
 from typing import Final
 
-from engine.errors import ConfigError
+from worker.errors import InvalidOption
 
 LANES: Final = ("high", "normal", "low")
+"""Priorities of jobs, in the order in which they are served."""
 GROUP: Final = "workers"
 
 RESULT_TTL_S: Final = 86_400
@@ -22,29 +23,28 @@ WORKER_TTL_S: Final = 3 * HEARTBEAT_S
 DONE_MAXLEN: Final = 10_000
 DEAD_MAXLEN: Final = 10_000
 
-_QUEUE_NAME: Final = re.compile(r"[^\s{}\x00-\x1f]{1,128}")
+_QUEUE_NAME: Final = re.compile(r"[^\s{}\x00-\x1f\ud800-\udfff]{1,128}")
 
 
 class Keys:
     """The keys of one queue, as text.
 
-    Raises ConfigError for a queue name that is empty, longer than 128 characters, or holds braces or white space.
+    Raises InvalidOption for a queue name that is empty, longer than 128 characters, or holds braces, white space or
+    bytes that are no text.
     """
 
     def __init__(self, queue: str) -> None:
         if not _QUEUE_NAME.fullmatch(queue):
-            limit = "1 to 128 characters, no braces, no white space"
-            raise ConfigError(f"queue: {queue[:64]!r}: {limit}; choose another name, such as 'default'")
+            limit = "1 to 128 characters of UTF-8, no braces, no white space"
+            raise InvalidOption(f"queue: {queue[:64]!r}: {limit}; choose another name, such as 'default'")
         self.queue = queue
         self.prefix = f"slotmill:{{{queue}}}:"
         self.lanes = tuple(self.lane(priority) for priority in LANES)
         self.control = f"{self.prefix}ctl"
         self.done = f"{self.prefix}done"
         self.dead = f"{self.prefix}dead"
-        self.delayed = f"{self.prefix}delayed"
         self.workers = f"{self.prefix}workers"
         self.cursor = f"{self.prefix}cursor"
-        self.config = f"{self.prefix}cfg"
 
     def lane(self, priority: str) -> str:
         """The stream of jobs of this priority: high, normal or low."""
@@ -66,10 +66,6 @@ class Keys:
     def channel(self, job_id: str) -> str:
         """Channel that carries the same frames as the log."""
         return f"{self.prefix}ch:{job_id}"
-
-    def parked(self, job_id: str) -> str:
-        """Body of a job that is not yet due."""
-        return f"{self.prefix}parked:{job_id}"
 
     def idempotency(self, key: str) -> str:
         """Job id that an idempotency key stands for."""

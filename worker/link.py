@@ -15,6 +15,7 @@ from worker import log
 from worker.metrics import SCRIPTS, Metrics
 
 MAX_BACKOFF_S = 2.0
+NO_SERVER = "start one with `worker redis`, or mend --redis-url; goes on when it answers"
 MEMORY_S = 10.0
 
 T = TypeVar("T")
@@ -79,4 +80,7 @@ class Link:
         kind = next((kind for known, kind in _KINDS if isinstance(error, known)), "response")
         self._metrics.redis_errors.labels(kind).inc()
         if (held := self._throttle.admit()) is not None:
-            _log.warning("server_unusable", link=self.name, call=script, kind=kind, error=str(error)[:200], held_back=held)
+            about = {} if self.last_ok else {"remedy": NO_SERVER}
+            _log.warning(
+                "server_unusable", link=self.name, call=script, kind=kind, error=str(error)[:200], held_back=held, **about
+            )

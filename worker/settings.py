@@ -64,8 +64,6 @@ class Settings:
             raise InvalidOption(f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25")
         if not 0 <= self.metrics_port <= 65535:
             raise InvalidOption(f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one")
-        if not re.match("(rediss?|unix)://", self.redis_url):
-            raise InvalidOption(f"--redis-url: {hide_password(self.redis_url)!r} is not a redis://, rediss:// or unix:// URL")
         Keys(self.queue)  # refuses a name that cannot stand in a key
 
     @property

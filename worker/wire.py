@@ -17,9 +17,11 @@ from typing import Any
 from worker import codec
 from worker.codec import MalformedError
 from worker.errors import InvalidJob, UnknownVersion
+from worker.keys import LANES
 
 VERSION = 1
 MAX_BODY_BYTES = 8 << 20
+"""Of an encoded body, the value of `m` or `j`. A bigger one is not shipped to the worker that refuses it."""
 MAX_ID_CHARS = 128
 MAX_TOKENS = 1 << 24
 """More than any model's length; the limit that counts is the engine's."""
@@ -28,7 +30,6 @@ MAX_METADATA_BYTES = 16 << 10
 MAX_SCHEMA_BYTES = 64 << 10
 
 ENTRY_FIELDS = ("v", "id", "m", "j")
-PRIORITIES = ("high", "normal", "low")
 RESPONSE_FORMATS = ("json_object", "json_schema", "regex")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
@@ -230,7 +231,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "prompt_logprobs": _or_null(_integer(0, 20)),
         "response_format": _or_null(_response_format),
         "stream": _flag,
-        "priority": _one_of(PRIORITIES),
+        "priority": _one_of(LANES),
         "tenant": _or_null(_text(0, 128)),
         "deadline_ms": _or_null(_integer(0, 2**53)),
         "result_ttl_s": _integer(60, 2_592_000),
@@ -255,19 +256,16 @@ def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:
     """
     known: str | None = None
     try:
-        texts = _entry_texts(entry)
-        known = _checked("id", texts.get("id"))
-        try:
-            body = _read_body(entry)
-            known = _agreed_id(known, body)
-        finally:
-            _check_version(
-                texts.get("v", VERSION)
-            )  # wins over a body that cannot be read: a later version may write it otherwise
+        known = _checked("id", _entry_id(entry))
+        body = _read_body(entry)
+        known = _agreed_id(known, body)
+        _check_version(_entry_version(entry))
+        _check_names(entry)
         return replace(parse_body(body), id=known, priority=lane)
-    except InvalidJob as refusal:
+    except InvalidJob as fault:
+        refusal = fault if isinstance(fault, UnknownVersion) else _other_version(entry) or fault
         refusal.job_id = refusal.job_id or known
-        raise
+        raise refusal from None
 
 
 def parse_body(body: Mapping[str, object]) -> Job:
@@ -288,7 +286,16 @@ def parse_body(body: Mapping[str, object]) -> Job:
 
 
 def encode_body(body: Mapping[str, object]) -> bytes:
-    """A body that `parse_body` accepts, as msgpack. `InvalidJob` when it is over `MAX_BODY_BYTES`."""
+    """A body that `parse_body` accepts, as msgpack.
+
+    `InvalidJob` when it is over `MAX_BODY_BYTES`, or when a field of the producer's own could not be read again.
+    """
+    for name, value in body.items():
+        try:
+            codec.check(name)
+            codec.check(value)
+        except MalformedError as error:
+            raise InvalidJob(repr(name[:64])[1:-1], _shown(name, value), str(error)) from None
     packed = codec.pack(dict(body))
     check_size(len(packed))
     return packed
@@ -300,30 +307,44 @@ def check_size(num_bytes: int) -> None:
         raise InvalidJob("body", f"{num_bytes} bytes", f"at most {MAX_BODY_BYTES} bytes; shorten the prompt")
 
 
-def _entry_texts(entry: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The entry's own fields (all but the body) as text."""
-    texts = {}
-    for name, value in entry.items():
+def _check_names(entry: Mapping[bytes, bytes]) -> None:
+    for name in entry:
         key = name.decode(errors="replace")
-        if key in ("v", "id"):
-            texts[key] = _entry_text(key, value)
-        elif key not in ENTRY_FIELDS and not key.startswith("x_"):
+        if key not in ENTRY_FIELDS and not key.startswith("x_"):
             raise _unknown(key, ENTRY_FIELDS)
-    return texts
 
 
-def _entry_text(name: str, value: bytes) -> str:
+def _entry_id(entry: Mapping[bytes, bytes]) -> str | None:
+    if (value := entry.get(b"id")) is None:
+        return None
     if len(value) > 4 * MAX_ID_CHARS:
-        raise InvalidJob(name, f"{len(value)} bytes", f"at most {MAX_ID_CHARS} characters")
+        raise InvalidJob("id", f"{len(value)} bytes", f"at most {MAX_ID_CHARS} characters")
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise InvalidJob(name, f"{len(value)} bytes", "text in UTF-8") from None
+        raise InvalidJob("id", f"{len(value)} bytes", "text in UTF-8") from None
+
+
+def _entry_version(entry: Mapping[bytes, bytes]) -> str:
+    return entry.get(b"v", str(VERSION).encode()).decode(errors="replace")
+
+
+def _other_version(entry: Mapping[bytes, bytes]) -> UnknownVersion | None:
+    """Entry or body is of another version, which may write differently whatever else was found wrong."""
+    try:
+        _check_version(_entry_version(entry))
+        _check_version(_read_body(entry).get("v", VERSION))
+    except UnknownVersion as error:
+        return error
+    except InvalidJob:  # a body that cannot be read says nothing of its version
+        return None
+    return None
 
 
 def _read_body(entry: Mapping[bytes, bytes]) -> dict[str, object]:
     bodies = [name for name in (b"m", b"j") if name in entry]
     if len(bodies) != 1:
+        _check_names(entry)  # a misspelt one says more
         raise InvalidJob("body", f"{len(bodies)} bodies", "exactly one of m (msgpack) and j (JSON)")
     data = entry[bodies[0]]
     check_size(len(data))
@@ -345,11 +366,14 @@ def _agreed_id(entry_id: str | None, body: Mapping[str, object]) -> str | None:
 
 def _check_version(version: object) -> None:
     """An integer, or `major` or `major.minor` as text in a stream entry; the major decides."""
-    text = str(version) if type(version) is int and abs(version) < 2**63 else version
-    if type(text) is not str or not re.fullmatch("[0-9]{1,9}([.][0-9]{1,9})?", text):
+    if type(version) is str and re.fullmatch("[0-9]+([.][0-9]+)?", version):
+        is_ours = version.partition(".")[0].lstrip("0") == str(VERSION)  # digits of any number, which int() would refuse
+    elif type(version) is int and version >= 0:
+        is_ours = version == VERSION
+    else:
         raise InvalidJob("v", _shown("v", version), f"an integer; this worker speaks {VERSION}")
-    if int(text.partition(".")[0]) != VERSION:
-        raise UnknownVersion("v", version, f"this worker speaks {VERSION}; upgrade it, or send version {VERSION}")
+    if not is_ours:
+        raise UnknownVersion("v", _shown("v", version), f"this worker speaks {VERSION}; upgrade it, or send version {VERSION}")
 
 
 def _checked(name: str, value: object) -> Any:
@@ -379,7 +403,8 @@ def _unknown(name: str, known: Iterable[str]) -> InvalidJob:
 
 def _shown(name: str, value: object) -> str:
     """`value` for a message: one line, and sizes in place of content where a prompt could be."""
-    if isinstance(value, (str, bytes, dict, list, tuple)) and (name in _PRIVATE or not isinstance(value, str)):
+    is_private = name in _PRIVATE or name.startswith("x_")
+    if isinstance(value, (str, bytes, dict, list, tuple)) and (is_private or not isinstance(value, str)):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, str):
         return repr(value[:64])

@@ -135,7 +135,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_with_the_numbers_and_the_other
     engine = make_engine(model_dir, kv_blocks=9)
     engine.add_request(greedy_request(0))
 
-    with pytest.raises(RequestRefused, match=r"prompt: 72 tokens .* at most 71 tokens: the whole KV cache holds 72"):
+    with pytest.raises(RequestRefused, match=r"prompt: 72 tokens .* at most 71: the whole KV cache holds 72"):
         engine.add_request(Request(request_id="big", prompt_token_ids=(3,) * 72))
 
     assert tokens_of(run_to_end(engine)["0"]) == greedy[0]
@@ -156,7 +156,7 @@ def test_a_prompt_of_exactly_the_models_length_is_refused_unless_nothing_is_to_b
     engine = make_engine(model_dir, max_model_len=64)
     prompt = (5,) * 64
 
-    with pytest.raises(RequestRefused, match="the model's length holds 64"):
+    with pytest.raises(RequestRefused, match="max_model_len is 64 with the output"):
         engine.add_request(Request(request_id="a", prompt_token_ids=prompt))
     events = run_to_end(engine, [Request(request_id="b", prompt_token_ids=prompt, params=SamplingParams(max_tokens=0))])
 
@@ -171,6 +171,14 @@ def test_a_lone_request_that_outgrows_the_pool_ends_with_length_and_says_why(mod
 
     assert len(tokens_of(events)) == 4 * 8 - 3
     assert (events[-1].finish_reason, events[-1].detail) == (FinishReason.LENGTH, "kv_capacity")
+
+
+def test_max_tokens_above_the_models_length_is_refused(model_dir: Path) -> None:
+    engine = make_engine(model_dir, max_model_len=300)
+    engine.add_request(Request(request_id="a", prompt_token_ids=(3,), params=SamplingParams(max_tokens=300)))
+
+    with pytest.raises(RequestRefused, match=r"max_tokens: 301 .* at most 300: the model's length"):
+        engine.add_request(Request(request_id="b", prompt_token_ids=(3,), params=SamplingParams(max_tokens=301)))
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])

@@ -8,11 +8,12 @@ import time
 import pytest
 import redis
 
-from engine.errors import ConfigError
 from tests.support.server import BrokerMaker, end_of, make_old, pending
-from worker.broker import MAX_BODY_BYTES, MAX_REPLY_BYTES, SCAN_LIMIT, Broker, EnqueueReply, LaneCounts, connect
+from worker.broker import MAX_REPLY_BYTES, SCAN_LIMIT, Broker, EnqueueReply, LaneCounts, connect
 from worker.embedded import EmbeddedServer, packaged_binary
+from worker.errors import InvalidOption
 from worker.keys import Keys
+from worker.wire import MAX_BODY_BYTES, encode_body
 
 IN_AN_HOUR_MS = int(time.time() * 1000) + 3_600_000
 
@@ -172,6 +173,72 @@ def test_the_same_job_under_the_same_entry_id_in_another_lane_is_dropped(
     assert [job.lane for job in broker.fetch(2)] == ["high"]
 
 
+LANES_OF_ONE_ID = {"5-5": "high", "5-5-normal": "normal", "5-5-low": "low"}
+
+
+def add_twins(client: redis.Redis, queue: str) -> None:
+    """An entry without an id in each lane, all with one entry id, as XADDs of one millisecond get it."""
+    for lane in ("high", "normal", "low"):
+        client.xadd(Keys(queue).lane(lane), {"m": lane}, id="5-5")
+
+
+def test_entries_without_an_id_that_share_an_entry_id_are_a_job_each(
+    broker: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    add_twins(redis_client, queue)
+    jobs = broker.fetch(3)
+    assert {job.job_id: job.lane for job in jobs} == LANES_OF_ONE_ID
+    assert [(job.fields or {})[b"m"].decode() for job in jobs] == ["high", "normal", "low"]
+    assert broker.finish([end_of(job) for job in jobs]) == ["ok"] * 3
+    assert all(broker.result(job_id) for job_id in LANES_OF_ONE_ID)
+
+
+def test_pipelined_entries_without_an_id_all_run(broker: Broker, redis_client: redis.Redis, queue: str) -> None:
+    with redis_client.pipeline(transaction=True) as pipe:
+        for _ in range(50):
+            for lane in Keys(queue).lanes:
+                pipe.xadd(lane, {"j": "{}"})
+        pipe.execute()
+    assert len({job.job_id for job in broker.fetch(200)}) == 150
+
+
+def test_a_shared_entry_id_names_the_same_jobs_again_when_others_take_over(
+    broker: Broker, other: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    add_twins(redis_client, queue)
+    first, *rest = broker.fetch(3)
+    broker.finish([end_of(first)])
+    redis_client.unlink(Keys(queue).job("5-5"))  # its result has expired
+    for job in rest:
+        make_old(redis_client, queue, job)
+    again = other.reclaim(3, skip=[])
+    assert {job.job_id: (job.lane, job.attempt) for job in again} == {"5-5-normal": ("normal", 2), "5-5-low": ("low", 2)}
+    other.finish([end_of(job) for job in again])
+
+
+def test_bodies_that_name_jobs_of_a_shared_entry_id_are_a_job_each(
+    broker: Broker, other: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    redis_client.xadd(Keys(queue).lane("high"), {"m": b"a"}, id="5-5")
+    [first] = broker.fetch(1)
+    moved = broker.adopt(first, "A")
+    redis_client.xadd(Keys(queue).lane("low"), {"m": b"b"}, id="5-5")
+    [second] = broker.fetch(1)
+    also_moved = broker.adopt(second, "B")
+    assert moved is not None
+    assert also_moved is not None
+    for job in (moved, also_moved):
+        make_old(redis_client, queue, job)
+    assert {job.job_id: job.lane for job in other.reclaim(5, skip=[])} == {"A": "high", "B": "low"}
+
+
+def test_an_entry_is_not_taken_for_a_job_that_was_given_its_id(broker: Broker, redis_client: redis.Redis, normal: str) -> None:
+    broker.enqueue("5-5", "normal", b"named")
+    redis_client.xadd(normal, {"m": b"bare"}, id="9999999999999-5")
+    broker.enqueue("9999999999999-5", "low", b"named too")
+    assert [job.job_id for job in broker.fetch(3)] == ["5-5", "9999999999999-5-normal", "9999999999999-5"]
+
+
 def test_a_cancelled_job_is_delivered_for_its_end_only(broker: Broker) -> None:
     broker.enqueue("a", "normal", b"")
     broker.cancel("a")
@@ -185,10 +252,20 @@ def test_a_job_past_its_deadline_is_delivered_for_its_end_only(broker: Broker) -
     assert [job.ending for job in broker.fetch(2)] == ["expired", ""]
 
 
-def test_a_body_over_the_limit_is_announced_but_not_shipped(broker: Broker, redis_client: redis.Redis, normal: str) -> None:
-    redis_client.xadd(normal, {"m": b"x" * MAX_BODY_BYTES})
+@pytest.mark.parametrize("field", ["m", "j", "x_note"])
+def test_a_body_over_the_limit_is_announced_but_not_shipped(
+    broker: Broker, redis_client: redis.Redis, normal: str, field: str
+) -> None:
+    redis_client.xadd(normal, {field: b"x" * (MAX_BODY_BYTES + 1)})
     [job] = broker.fetch(1)
-    assert (job.fields, job.size) == (None, MAX_BODY_BYTES + 1)
+    assert (job.fields, job.size > MAX_BODY_BYTES) == (None, True)
+
+
+def test_a_body_that_a_client_may_send_is_shipped_whatever_its_id(broker: Broker) -> None:
+    body = encode_body({"prompt": "x" * (MAX_BODY_BYTES - 13)})
+    broker.enqueue("a" * 128, "normal", body)
+    [job] = broker.fetch(1)
+    assert (len(body), job.size, (job.fields or {})[b"m"] == body) == (MAX_BODY_BYTES, MAX_BODY_BYTES, True)
 
 
 def test_a_fetch_of_big_bodies_ends_early_and_the_rest_rings_at_once(broker: Broker) -> None:
@@ -293,5 +370,5 @@ def test_a_heartbeat_lives_for_three_beats(broker: Broker, redis_client: redis.R
 
 @pytest.mark.parametrize("name", ["", "released"])
 def test_a_worker_cannot_take_the_name_that_holds_released_jobs(redis_client: redis.Redis, queue: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="worker_id"):
+    with pytest.raises(InvalidOption, match="worker_id"):
         Broker(redis_client, queue, name)

@@ -1,12 +1,14 @@
 """Writing: the log, the channel, the one end of a job, and who is kept from writing."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import redis
 
 from tests.support.server import end_of, frame_to_emit, make_old
 from worker.broker import Broker, Delivery, EmitReply
+from worker.frames import FinalState
 from worker.keys import RESULT_TTL_S, Keys
 
 
@@ -137,10 +139,11 @@ def test_an_end_is_announced_on_the_done_stream_with_its_batch(
     ]
 
 
+@pytest.mark.parametrize("state", get_args(FinalState))
 def test_an_end_sent_again_after_a_lost_reply_is_one_end(
-    broker: Broker, job: Delivery, redis_client: redis.Redis, queue: str
+    broker: Broker, job: Delivery, redis_client: redis.Redis, queue: str, state: str
 ) -> None:
-    assert broker.finish([end_of(job)]) == broker.finish([end_of(job, result=b"second")]) == ["ok"]
+    assert broker.finish([end_of(job, state)]) == broker.finish([end_of(job, state, result=b"second")]) == ["ok"]
     assert (broker.result("a"), broker.read_log("a"), redis_client.xlen(Keys(queue).done)) == (b"result", [b"end"], 1)
 
 

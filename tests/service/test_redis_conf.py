@@ -7,9 +7,11 @@ from pathlib import Path
 import redis
 
 from tests.support.wait import wait_until
+from worker.broker import connect
 from worker.embedded import find_server
 
 CONFIG = Path(__file__).parents[2] / "ops/redis/redis.conf"
+SHARED = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit")
 
 
 def _answers(client: redis.Redis) -> bool:
@@ -18,15 +20,22 @@ def _answers(client: redis.Redis) -> bool:
     return False
 
 
-def test_the_configuration_is_accepted_and_neither_loses_nor_evicts_jobs(tmp_path: Path) -> None:
-    socket = tmp_path / "s"
-    command = [find_server(), CONFIG, "--port", "0", "--unixsocket", socket, "--dir", tmp_path, "--logfile", tmp_path / "log"]
-    with subprocess.Popen(command) as server, redis.Redis(unix_socket_path=str(socket), decode_responses=True) as client:
+def _configured(folder: Path) -> dict[str, str]:
+    """What a server that was started with the file says of itself."""
+    socket = folder / "s"
+    command = [find_server(), CONFIG, "--port", "0", "--unixsocket", socket, "--dir", folder, "--logfile", folder / "log"]
+    with subprocess.Popen(command) as server, connect(f"unix://{socket}") as client:
         try:
             wait_until(lambda: _answers(client), message="the server answers")
-            shown = client.config_get("appendonly", "maxmemory-policy", "client-output-buffer-limit")
+            return dict(client.config_get(*SHARED))
         finally:
             server.terminate()
-    assert shown["appendonly"] == "yes"
-    assert shown["maxmemory-policy"] == "noeviction"
-    assert "pubsub 67108864 16777216 30" in shown["client-output-buffer-limit"]
+
+
+def test_the_configuration_is_accepted_and_neither_loses_nor_evicts_jobs(tmp_path: Path) -> None:
+    shown = _configured(tmp_path)
+    assert (shown["appendonly"], shown["maxmemory-policy"]) == ("yes", "noeviction")
+
+
+def test_a_deployment_and_the_embedded_server_are_configured_alike(tmp_path: Path, redis_client: redis.Redis) -> None:
+    assert _configured(tmp_path) == redis_client.config_get(*SHARED)

@@ -16,7 +16,7 @@ from tests.support.server import drop_queue, embedded_server, leaked_keys
 from tests.support.wait import wait_until
 from tests.support.worker import WorkerMaker, WorkerUnderTest, workers
 from worker.broker import Broker, Emission, connect
-from worker.embedded import EmbeddedServer
+from worker.embedded import EmbeddedServer, free_port
 from worker.frames import ControlFrame, TokenFrame, encode_frame
 
 SLOW_S = 0.02
@@ -315,6 +315,13 @@ def test_a_burst_leaves_when_the_queue_is_empty(make_worker: WorkerMaker, produc
     assert producer.entries() == 0
 
 
+def test_a_burst_without_a_server_is_one_line_and_exit_code_5(make_worker: WorkerMaker) -> None:
+    worker = make_worker("--burst", "--redis-url", f"redis://:secret@127.0.0.1:{free_port()}/0", is_awaited=False)
+    assert worker.wait() == 5
+    assert "does not answer; start one with `worker redis`" in worker.lines[-1]
+    assert "secret" not in "".join(worker.lines)
+
+
 def test_an_attempt_above_the_limit_is_a_dead_letter(make_worker: WorkerMaker, producer: Producer) -> None:
     job_id = producer.add(prompt="w5", max_attempts=1)
     producer.client.hset(producer.keys.job(job_id), mapping={"attempt": "1", "released": "0"})
@@ -455,7 +462,7 @@ def test_a_port_that_is_taken_is_one_line(make_worker: WorkerMaker) -> None:
     worker = make_worker("--metrics-port", taken, is_awaited=False)
     assert worker.wait() == 2
     assert len(worker.lines) == 1
-    assert f"--metrics-port: cannot listen on 127.0.0.1:{taken}" in worker.lines[0]
+    assert f"--metrics-port {taken}: cannot listen" in worker.lines[0]
 
 
 def test_the_queue_side_never_imports_torch_and_stays_under_100_mb(shared_worker: WorkerUnderTest) -> None:

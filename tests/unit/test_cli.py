@@ -6,10 +6,13 @@ from pathlib import Path
 
 import click
 import pytest
+import redis
 
 from engine.errors import ConfigError, ModelUnsupported
 from worker import cli, command, process
+from worker.client import Client
 from worker.errors import EngineUnavailable, InvalidJob, InvalidOption, ServerUnavailable, UnknownJob, WaitTimeout
+from worker.keys import Keys
 from worker.settings import Settings
 
 UNREACHABLE = "redis://:secret@127.0.0.1:1/0"
@@ -81,10 +84,25 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["start", "--cpu", "--lease-s", "0"], "--lease-s: 0 is outside"),
         (["start", "--cpu", "--kv-blocks", "5", "--kv-memory", "0.5"], "exclude each other"),
         (["start", "--cpu", "--block-size", "17"], "block_size: 17"),
-        (["start", "--cpu", "--redis-url", "localhost"], "--redis-url"),
+        (["start", "--cpu", "--redis-url", "localhost"], "redis URL"),
+        (["start", "--cpu", "--redis-url", "redis://h:port/0"], "redis URL"),
+        (["demo", "--redis-url", "localhost"], "redis URL"),
+        (["job", "show", "a", "--redis-url", "localhost"], "redis URL"),
+        (["job", "show", "a", "--queue", "a b"], "queue: 'a b'"),
         (["enqueue"], "no prompt"),
         (["enqueue", "a", "b", "--id", "x"], "--id: x: 2 prompts"),
         (["enqueue", "a", "--temperature", "-1"], "temperature"),
+        (["enqueue", "a", "--deadline-s", "nan"], "--deadline-s"),
+        (["enqueue", "a", "--deadline-s", "inf"], "--deadline-s"),
+        (["enqueue", "a", "--deadline-s", "1e308"], "--deadline-s"),
+        (["job", "result", "a", "--timeout-s", "nan"], "--timeout-s"),
+        (["start", "--cpu", "--kv-memory", "inf"], "kv_memory: inf"),
+        (["start", "--cpu", "--kv-memory", "nan"], "kv_memory: nan"),
+        (["start", "--cpu", "--threads", "100000000"], "num_threads: 100000000 is outside 1..1024"),
+        (["start", "--cpu", "--max-slots", "9" * 20], "max_slots"),
+        (["start", "--cpu", "--queue", "a\udcff"], "queue: 'a\\udcff'"),
+        (["demo", "--cpu", "--gpu", "0"], "--cpu and --gpu 0 exclude each other"),
+        (["redis", "--port", "0", "--data", "/proc/x"], "data: /proc/x"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -95,12 +113,47 @@ def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: 
     assert message in lines[0]
 
 
-@pytest.mark.parametrize("args", [["enqueue", "a"], ["job", "show", "a"], ["job", "cancel", "a"], ["job", "result", "a"]])
+@pytest.mark.parametrize(
+    "args",
+    [["enqueue", "a"], ["job", "show", "a"], ["job", "cancel", "a"], ["job", "result", "a"], ["demo", "--cpu", "--plain"]],
+)
 def test_no_server_is_code_5_in_one_line_without_the_password(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(cli.cli, [*args, "--redis-url", UNREACHABLE]) == 5
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
+    assert "start one with `worker redis`" in shown
     assert "secret" not in shown
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"one\ntwo \xff\n")
+    assert command.run(cli.cli, ["enqueue", "-f", str(file)]) == 2
+    assert f"{file}, line 2: not UTF-8" in capsys.readouterr().err
+
+
+def test_nothing_is_added_when_one_of_the_prompts_is_refused(
+    redis_url: str, queue: str, redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["enqueue", "--redis-url", redis_url, "--queue", queue]
+    assert command.run(cli.cli, [*args, "a", "b\udcff"]) == 2
+    assert redis_client.xlen(Keys(queue).lane("normal")) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_ids_are_printed_as_their_jobs_are_added(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["first", ServerUnavailable("server: gone")])
+
+    def enqueue(_client: Client, **_body: object) -> str:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Client, "enqueue", enqueue)
+    assert command.run(cli.cli, ["enqueue", "a", "b", "--redis-url", redis_url, "--queue", queue]) == 5
+    assert capsys.readouterr().out == "first\n"
 
 
 def test_options_reach_the_settings(started: list[Settings]) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
+from check_jsonschema.parsers import ParserSet
 
 from worker.cli import cli
 
 ROOT = Path(__file__).parents[2]
-COMPOSE: dict[str, Any] = YAML(typ="safe").load(ROOT / "docker-compose.yml")
+COMPOSE: dict[str, Any] = ParserSet().parse_file(ROOT / "docker-compose.yml", "yaml")
 WORKERS = {name: service for name, service in COMPOSE["services"].items() if name.startswith("worker")}
 DOCKERFILE = (ROOT / "ops/docker/Dockerfile").read_text()
 

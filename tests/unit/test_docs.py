@@ -108,6 +108,12 @@ def test_the_readme_names_the_test_command() -> None:
     assert any(line.split("#")[0].strip() == "make test" for line in code_of(ROOT / "README.md"))
 
 
+def test_the_table_of_the_queue_side_has_a_line_for_every_file() -> None:
+    named = [re.findall(r"`([a-z_]+[.]py)`", row[0]) for row in table("docs/architecture.md", "The files of worker")]
+    files = sorted(path.name for path in (ROOT / "worker").glob("*.py") if path.name != "__init__.py")
+    assert sorted(named) == [[name] for name in files]
+
+
 def test_the_commands_table_names_every_command() -> None:
     named = {name for row in table("docs/operations.md", "Commands") for name in re.findall(r"`(worker [^`]+)`", row[0])}
     assert set(COMMANDS) - named == {name for name, command in COMMANDS.items() if isinstance(command, click.Group)}

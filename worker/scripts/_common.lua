@@ -32,3 +32,26 @@ end
 
 -- What an earlier job of this id left behind must never pass for this one's.
 local function forget(id) redis.call('UNLINK', log_key(id), result_key(id)) end
+
+-- The well-formed characters of more than one byte (Unicode 15, table 3-7).
+local MULTIBYTE = {
+  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]',
+  '\244[\128-\143][\128-\191][\128-\191]', '\224[\160-\191][\128-\191]', '\237[\128-\159][\128-\191]',
+  '[\225-\236\238\239][\128-\191][\128-\191]', '[\194-\223][\128-\191]',
+}
+
+-- UTF-8 of a sane length; anything else cannot name a key that a client could ask for, so the entry's id stands in.
+local function is_job_id(id)
+  if id == '' or #id > MAX_ID_BYTES then return false end
+  for _, character in ipairs(MULTIBYTE) do id = string.gsub(id, character, 'x') end
+  return not string.find(id, '[\128-\255]')
+end
+
+-- What an entry says its job is called.
+local function named(entry, fields)
+  local id = entry
+  for i = 1, #fields, 2 do
+    if fields[i] == 'id' then id = is_job_id(fields[i + 1]) and fields[i + 1] or entry end
+  end
+  return id
+end

@@ -3,32 +3,26 @@
 local owner, nonce, max_body, max_reply = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local taken, shipped = {}, 0
 
--- The well-formed characters of more than one byte (Unicode 15, table 3-7).
-local MULTIBYTE = {
-  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]',
-  '\244[\128-\143][\128-\191][\128-\191]', '\224[\160-\191][\128-\191]', '\237[\128-\159][\128-\191]',
-  '[\225-\236\238\239][\128-\191][\128-\191]', '[\194-\223][\128-\191]',
-}
-
--- UTF-8 of a sane length; anything else cannot name a key that a client could ask for, so the entry's id stands in.
-local function is_job_id(id)
-  if id == '' or #id > MAX_ID_BYTES then return false end
-  for _, character in ipairs(MULTIBYTE) do id = string.gsub(id, character, 'x') end
-  return not string.find(id, '[\128-\255]')
-end
-
-local function id_of(entry, fields)
-  local id = entry
-  for i = 1, #fields, 2 do
-    if fields[i] == 'id' then id = is_job_id(fields[i + 1]) and fields[i + 1] or entry end
+-- The job of an entry. Two lanes may give the same entry id, so of entries without an id the second claimed is called
+-- `<entry>-<lane>`; its hash keeps that name for it when the first one's has expired.
+local function id_of(key, entry, fields)
+  local id = named(entry, fields)
+  if id == entry then
+    local lane, own = lane_of(key), entry .. '-' .. lane_of(key)
+    local at, stream = unpack(redis.call('HMGET', job_key(id), 'entry', 'stream'))
+    if redis.call('EXISTS', job_key(own)) == 1 or (at and (at ~= entry or stream ~= lane)) then id = own end
   end
   return resolve(id)
 end
 
-local function size_of(fields)
-  local size = 0
-  for _, value in ipairs(fields) do size = size + #value end
-  return size
+-- Bytes of the body and of all that stands around it: a limit holds for each.
+local function sizes_of(fields)
+  local body, around = 0, 0
+  for i = 1, #fields, 2 do
+    local size = #fields[i + 1]
+    if fields[i] == 'm' or fields[i] == 'j' then body = body + size else around = around + #fields[i] + size end
+  end
+  return body, around
 end
 
 local function ending_of(cancel, deadline_ms, now)
@@ -40,7 +34,7 @@ end
 -- Claims one pending entry under a new lease and adds it to `taken`, or drops it when its job has ended or lives in another
 -- entry. Cancelled and expired jobs are claimed too: only the worker can write the result they end with.
 local function take(key, entry, fields, source)
-  local id, lane, now = id_of(entry, fields), lane_of(key), now_ms()
+  local id, lane, now = id_of(key, entry, fields), lane_of(key), now_ms()
   local state, at, stream, attempt, released, n, enqueued, started, seed, cancel, deadline = unpack(redis.call('HMGET',
     job_key(id), 'state', 'entry', 'stream', 'attempt', 'released', 'n', 'enqueued_ms', 'started_ms', 'seed', 'cancel',
     'deadline_ms'))
@@ -51,14 +45,16 @@ local function take(key, entry, fields, source)
   attempt = text((tonumber(attempt) or 0) + 1)
   released = released or '0'
   enqueued = enqueued or text(math.min(now, entry_ms(entry)))
+  started = started or text(now)
   seed = seed or string.sub(redis.sha1hex(nonce .. id), 1, 15)
   local lease = nonce .. ':' .. attempt
   redis.call('HSET', job_key(id), 'state', 'running', 'entry', entry, 'stream', lane, 'attempt', attempt, 'released', released,
-    'lease', lease, 'owner', owner, 'n', n, 'seed', seed, 'enqueued_ms', enqueued, 'started_ms', started or text(now))
+    'lease', lease, 'owner', owner, 'n', n, 'seed', seed, 'enqueued_ms', enqueued, 'started_ms', started)
 
-  local size = size_of(fields)
-  if size > max_body then fields = false else shipped = shipped + size end
+  local body, around = sizes_of(fields)
+  local size = math.max(body, around)
+  if size > max_body then fields = false else shipped = shipped + body + around end
   if state == 'running' then source = 'reclaimed' end
-  taken[#taken + 1] = { id, entry, lane, fields, text(size), attempt, released, lease, seed, n, enqueued, source,
+  taken[#taken + 1] = { id, entry, lane, fields, text(size), attempt, released, lease, seed, n, enqueued, started, source,
     ending_of(cancel, deadline, now) }
 end

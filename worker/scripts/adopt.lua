@@ -16,5 +16,6 @@ end
 forget(new_id)
 redis.call('RENAME', claimed, named)
 redis.call('HSET', named, 'claimed_as', id)
-redis.call('HSET', claimed, 'alias', new_id) -- whoever reclaims the entry must find this job, not start another
+-- Whoever reclaims the entry must find this job, not start another; the entry of that id in another lane must not.
+redis.call('HSET', claimed, 'alias', new_id, 'entry', entry, 'stream', lane_of(lane))
 return 'ok'

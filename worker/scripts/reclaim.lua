@@ -9,13 +9,13 @@ for i = 9, #ARGV do in_hand[ARGV[i]] = true end
 for i = 2, #KEYS do redis.call('XPENDING', KEYS[i], GROUP) end -- fails with NOGROUP before anything is claimed
 
 -- Two lanes may hold the same entry id, so the id alone does not prove that the caller runs it.
-local function is_mine(entry, fields)
-  return in_hand[entry] and redis.call('HGET', job_key(id_of(entry, fields)), 'owner') == owner
+local function is_mine(lane, entry, fields)
+  return in_hand[entry] and redis.call('HGET', job_key(id_of(lane, entry, fields)), 'owner') == owner
 end
 
 local function reclaim(lane, entry)
   local fields = redis.call('XRANGE', lane, entry, entry)[1][2] -- XAUTOCLAIM has dropped those that are gone
-  if is_mine(entry, fields) then -- XAUTOCLAIM made it young; a worker that stopped renewing must stay claimable by others
+  if is_mine(lane, entry, fields) then -- XAUTOCLAIM made it young; a worker that stopped renewing must stay claimable by others
     return redis.call('XCLAIM', lane, GROUP, owner, 0, entry, 'IDLE', min_idle, 'JUSTID')
   end
   take(lane, entry, fields, 'released')
