@@ -11,6 +11,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.11" % v[:2])'
+	@echo "setting up $(VENV): about a minute, longer where torch has to be downloaded"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
@@ -31,7 +32,7 @@ type: setup
 	$(BIN)/mypy
 
 test: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest
 
 demo: setup
 	$(BIN)/worker demo

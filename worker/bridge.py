@@ -81,12 +81,12 @@ class EngineProcess:
             raise EngineUnavailable(f"the engine process {self._how_it_ended()}")
         return None
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Ask it to leave, wait a little, kill it. Safe to call twice and after its death."""
         self.send(Shutdown())
         self._outbox.put(None)
         try:
-            self._process.wait(STOP_GRACE_S)
+            self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -175,10 +175,11 @@ class EngineSupervisor:
                 _log.error("reader_failed", exc_info=True)
                 self._note_death("the queue side failed to read its report")
             finally:
+                grace_s = STOP_GRACE_S if self.is_ready else 0.0  # one that loads does not listen, and holds nothing
                 self.is_ready = False
                 if process := self._process:
                     self._process = None
-                    process.stop()
+                    process.stop(grace_s)
             if not self._stop.is_set():
                 self._handler.on_down()
                 self._stop.wait(self._backoff_s())
