@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qs, urlsplit
 
 import redis
@@ -24,6 +24,7 @@ from worker.keys import GROUP, LANES, Keys
 from worker.lua import Scripts
 from worker.wire import MAX_BODY_BYTES
 
+ENDED: Final = tuple(state.encode() for state in get_args(FinalState))
 MAX_REPLY_BYTES: Final = 16 * 1024 * 1024
 """fetch and reclaim stop taking jobs once they carry this much; they may overshoot by a few bodies."""
 SCAN_LIMIT: Final = 500
@@ -328,6 +329,18 @@ class Broker:
         """The stored result, msgpack."""
         stored: bytes | None = self._client.get(self.keys.result(job_id))
         return stored
+
+    def still_open(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of the jobs that have not ended as far as the server knows."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self.keys.job(job_id), "state")
+            states: list[bytes | None] = pipe.execute()
+        return [job_id for job_id, state in zip(job_ids, states, strict=True) if state not in ENDED]
+
+    def has_worker(self) -> bool:
+        """Whether a worker has said within three heartbeats that it serves this queue."""
+        return bool(self._client.exists(self.keys.workers))
 
     def queue_counts(self) -> dict[str, LaneCounts]:
         """Counts for each lane, by priority."""

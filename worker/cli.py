@@ -15,7 +15,7 @@ import click
 
 from engine.config import EngineConfig
 from worker import log
-from worker.command import Group, is_verbose, option, queue_options, run
+from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.job_commands import enqueue, job
 from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, ENGINE_COMMAND, Settings, visible_gpus
@@ -123,7 +123,7 @@ def redis_server(port: int, data: Path | None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with EmbeddedServer(data, port or None) as server:
-            click.echo(server.url)
+            say(server.url)
             while os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 time.sleep(0.5)
     except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def model_path(name: str) -> None:
     """Print the local directory of a model, fetched or converted if need be."""
     from engine.model import resolve
 
-    click.echo(resolve(name))
+    say(str(resolve(name)))
 
 
 def _device(gpu: int | None, *, cpu: bool) -> str:

@@ -16,20 +16,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import redis
+from redis.exceptions import AuthenticationError, AuthorizationError, ResponseError
 
-from worker.broker import Broker, connect
+from worker.broker import ENDED, Broker, connect
 from worker.codec import has_lone_surrogate
 from worker.deltas import Assembler, Delta
 from worker.errors import InvalidJob, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
-from worker.frames import ControlFrame, FinalState, Result, decode_frame, decode_result
+from worker.frames import ControlFrame, Result, decode_frame, decode_result
 from worker.wire import encode_body, parse_body
 
 __all__ = ("Client", "Delta", "JobStream")
 
-ENDED = tuple(state.encode() for state in get_args(FinalState))
 CHECK_S = 1.0
 """Silence after which the server is asked whether the job has ended, or its log has more than was heard."""
 PAGE = 512
@@ -38,6 +38,8 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
 T = TypeVar("T")
+OnSilence = Callable[[str | None], None]
+"""Called about once a `CHECK_S` while nothing is heard of a job, with its state (None: no worker has seen it)."""
 _PASSING = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN")
 
 
@@ -110,13 +112,13 @@ class Client:
             raise QueueFull(f"queue {self._keys.queue}: {limit}", reply.retry_after_s)
         return reply.job_id
 
-    def stream(self, job_id: str, timeout_s: float | None = None) -> "JobStream":
-        """What the job has produced and will produce, from its first token to its end."""
-        return JobStream(self, job_id, timeout_s)
+    def stream(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> "JobStream":
+        """What the job has produced and will produce, from its first token to its end. See `OnSilence`."""
+        return JobStream(self, job_id, timeout_s, on_silence)
 
-    def result(self, job_id: str, timeout_s: float | None = None) -> Result:
-        """Wait for the job's end. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`."""
-        stream = self.stream(job_id, timeout_s)
+    def result(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> Result:
+        """Wait for the job's end. See `OnSilence`. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`."""
+        stream = self.stream(job_id, timeout_s, on_silence=on_silence)
         if (stored := self._call(lambda: self._broker.result(job_id))) is not None:
             return decode_result(stored)
         for _ in stream:
@@ -174,18 +176,21 @@ class JobStream:
     `ServerUnavailable` when the server stays away. Iterating again begins at the first token again.
     """
 
-    def __init__(self, client: Client, job_id: str, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, client: Client, job_id: str, timeout_s: float | None = None, on_silence: OnSilence | None = None
+    ) -> None:
         _refuse_unwritable(job_id)
         self.job_id = job_id
         self.result: Result | None = None
         """Set when the iteration has come to its end."""
         self._client = client
         self._timeout_s = timeout_s
+        self._on_silence = on_silence
 
     def __iter__(self) -> Iterator[Delta]:
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         retry = _Retry(self._client, deadline)
-        follower = _Follower(self._client, self.job_id, deadline, retry)
+        follower = _Follower(self._client, self.job_id, deadline, retry, self._on_silence)
         while follower.result is None:
             try:
                 yield from follower.follow()
@@ -197,7 +202,9 @@ class JobStream:
 class _Follower:
     """Follows one job over one connection after another: subscribe, then replay the log, then live."""
 
-    def __init__(self, client: Client, job_id: str, deadline: float | None, retry: "_Retry") -> None:
+    def __init__(
+        self, client: Client, job_id: str, deadline: float | None, retry: "_Retry", on_silence: OnSilence | None
+    ) -> None:
         self.result: Result | None = None
         self._client = client
         self._redis: Any = client._redis
@@ -205,6 +212,8 @@ class _Follower:
         self._job_id = job_id
         self._deadline = deadline
         self._retry = retry
+        self._on_silence = on_silence
+        self._state: str | None = None
         self._assembler = Assembler()
         self._attempt = 0
         self._last_replayed: bytes | None = None
@@ -223,6 +232,8 @@ class _Follower:
                 message = pubsub.get_message(timeout=self._wait_s())
                 if message is None:
                     yield from self._catch_up(self._is_ahead)
+                    if self._on_silence and self.result is None:
+                        self._on_silence(self._state)
                 elif message["type"] == "message":
                     yield from self._take(message["data"])
                 else:  # a confirmation: our first, or another after redis-py has reconnected by itself
@@ -257,6 +268,7 @@ class _Follower:
         pipeline.get(self._keys.result(self._job_id))
         (state, alias), last, stored = pipeline.execute()
         self._retry.reset()
+        self._state = None if state is None else state.decode()
         if last and is_news(last[0][0]):
             yield from self._replay()
         if stored is not None:
@@ -336,9 +348,21 @@ def unavailable(client: Any, error: redis.RedisError) -> ServerUnavailable:
     """What to tell people: host and port, or path (never the URL, which may hold a password), the reason, the remedy."""
     kwargs = client.connection_pool.connection_kwargs
     where = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
-    lines = str(error).splitlines()
-    reason = lines[0][:200] if lines else type(error).__name__
-    return ServerUnavailable(f"redis server {where}: {reason}; start one with `worker redis`, or give the URL of another")
+    reason = next(iter(str(error).splitlines()), "")[:200].rstrip(" .:;") or "does not answer"
+    return ServerUnavailable(f"redis server {where}: {reason}; {_remedy(error)}")
+
+
+def _remedy(error: redis.RedisError) -> str:
+    said = str(error)
+    if isinstance(error, (AuthenticationError, AuthorizationError)) or said.startswith(("NOAUTH", "WRONGPASS")):
+        return "mend user name and password in its URL"
+    if "DB index" in said:
+        return "mend the database number at the end of its URL"
+    if isinstance(error, ResponseError) or not isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
+        return "it answers, but not this: mend its settings, or give the URL of another"
+    if isinstance(error, redis.BusyLoadingError) or "max number of clients" in said:
+        return "it is busy: try again later, or give the URL of another"
+    return "start one with `worker redis`, or give the URL of another"
 
 
 def _plain(messages: object) -> object:

@@ -2,13 +2,16 @@
 
     0 all well   1 some jobs failed   2 bad input   3 cancelled   4 timeout   5 no server   6 no engine
 
-Relies on click. `--verbose` adds the traceback to any error.
+and 141, without a word, when nobody reads the output any more: that of a process ended by SIGPIPE. Relies on click.
+`--verbose` adds the traceback to any error.
 """
 
 import math
+import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 import redis
@@ -27,6 +30,7 @@ from worker.settings import DEFAULT_QUEUE, DEFAULT_REDIS_URL
 
 OK, FAILED, BAD_INPUT, CANCELLED, TIMEOUT, NO_SERVER, NO_ENGINE = range(7)
 """Exit codes."""
+NOBODY_READS = 141
 
 _VERBOSE = "slotmill.verbose"
 
@@ -59,7 +63,7 @@ class Command(click.Command):
         except tuple(kind for kinds, _ in _CODES for kind in kinds) as error:
             if is_verbose():
                 click.echo(traceback.format_exc(), err=True, nl=False)
-            fail(str(error) or "cancelled", next(code for kinds, code in _CODES if isinstance(error, kinds)))
+            fail(_said(error), next(code for kinds, code in _CODES if isinstance(error, kinds)))
 
 
 class Group(click.Group):
@@ -74,9 +78,38 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def fail(message: str, code: int) -> None:
-    """Say one line on stderr and leave with `code`."""
+def _said(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:  # without the number
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+    return str(error) or "cancelled"
+
+
+def say(text: str = "", *, nl: bool = True) -> None:
+    """Print on stdout. Leaves quietly when nobody reads any more, with one line when it cannot be written."""
+    try:
+        click.echo(text, nl=nl)
+    except OSError as error:
+        raise click.exceptions.Exit(_give_up_output(error)) from None
+
+
+def _give_up_output(error: OSError) -> int:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered would fail again at exit
+    os.close(nowhere)
+    if isinstance(error, BrokenPipeError):
+        return NOBODY_READS
+    note(f"output: {error.strerror}; write it elsewhere")
+    return FAILED
+
+
+def note(message: str) -> None:
+    """Say one line on stderr."""
     click.echo(f"worker: {' '.join(message.split())}", err=True)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say one line on stderr and leave with `code`."""
+    note(message)
     raise click.exceptions.Exit(code)
 
 
@@ -129,9 +162,13 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         error.show()
         return BAD_INPUT
     except click.ClickException as error:
-        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "worker"
-        click.echo(f"{where}: {error.format_message()}", err=True)
+        path = error.ctx.command_path.split()[1:] if isinstance(error, click.UsageError) and error.ctx else ()
+        note(": ".join(filter(None, (" ".join(path), error.format_message()))))
         return BAD_INPUT
+    except OSError as error:  # commands end in an exit code, so this is click's help
+        return _give_up_output(error)
+    except SystemExit:  # click's, when its help meets a closed pipe
+        return NOBODY_READS
     except (click.Abort, KeyboardInterrupt):
         return CANCELLED
     return code if isinstance(code, int) else OK

@@ -73,8 +73,10 @@ class Consumer:
                 is_done = self._turn()
             except LinkDownError as error:
                 if self._settings.burst and not self._link.last_ok:  # a script waits for its end, not for a server
-                    where = hide_password(self._settings.redis_url)
-                    raise ServerUnavailable(f"--redis-url: {where} does not answer; start one with `worker redis`") from error
+                    where, why = hide_password(self._settings.redis_url), str(error.__cause__)[:200].rstrip(".")
+                    raise ServerUnavailable(
+                        f"--redis-url: {where}: {why}; mend it, or start a server with `worker redis`"
+                    ) from error
                 self._link.pause()
                 continue
             except SlotmillError:

@@ -5,16 +5,21 @@ that it can be piped; what went wrong is on stderr.
 """
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
 
 import click
+import redis
+from click.core import ParameterSource
 
 from worker.broker import Broker, connect
 from worker.client import Client
-from worker.command import CANCELLED, FAILED, SECONDS, Command, Group, fail, option, queue_options
+from worker.command import CANCELLED, FAILED, SECONDS, Command, Group, fail, note, option, queue_options, say
 from worker.errors import InvalidOption
 from worker.frames import Result
 from worker.keys import LANES
@@ -22,6 +27,10 @@ from worker.wire import encode_body, parse_body
 
 SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "include_stop", "model")
 """Options that are fields of the job body under the same name."""
+UNSERVED_S = 3.0
+"""How long a job may stay queued before it is asked whether anybody serves the queue."""
+SHOWN_IDS = 3
+"""Ids in a hint; the others are counted."""
 
 
 @click.command(cls=Command)
@@ -51,25 +60,29 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
     """Add one job for each PROMPT and print its id, or its answer."""
     texts = [*prompts, *_lines(options["file"])]
     if not texts:
-        raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f")
+        raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f, or standard input with -f -")
     if options["job_id"] and len(texts) > 1:
         raise InvalidOption(f"--id: {options['job_id']}: {len(texts)} prompts; an id is for one")
     bodies = [_body(text, options) for text in texts]
     for body in bodies:  # all before the first is added
         parse_body(body)
         encode_body(body)
-    with Client(redis_url, queue) as client:
-        job_ids = [_added(client, body, options) for body in bodies]
+    how = {"follow": options["follow"], "as_json": options["as_json"]}
+    with connect(redis_url) as server, _Answers(server, queue, options["timeout_s"], **how) as answers:
+        _add(answers, bodies, options)
         if options["follow"] or options["wait"]:
-            _show_answers(client, job_ids, options["timeout_s"], follow=options["follow"], as_json=options["as_json"])
+            answers.show()
 
 
-def _added(client: Client, body: dict[str, Any], options: dict[str, Any]) -> str:
-    """Add a job. Its id is printed at once, unless its answer will be: what follows may fail."""
-    job_id = client.enqueue(**body)
-    if not options["follow"] and not options["wait"]:
-        click.echo(json.dumps({"id": job_id}) if options["as_json"] else job_id)
-    return job_id
+def _add(answers: "_Answers", bodies: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout."""
+    for body in bodies:
+        job_id = answers.client.enqueue(**body)
+        answers.job_ids.append(job_id)
+        if not options["follow"] and not options["wait"]:
+            say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+        elif len(bodies) > 1 or sys.stderr.isatty():
+            note(f"job {job_id}")
 
 
 @click.group(cls=Group)
@@ -86,10 +99,10 @@ def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
     with connect(redis_url) as server, Client(server, queue) as client:
         known = {"id": job_id, "state": client.state(job_id)} | Broker(server, queue, "client").job(job_id)
     if as_json:
-        click.echo(json.dumps(known))
+        say(json.dumps(known))
     else:
         width = max(map(len, known))
-        click.echo("\n".join(f"{name:{width}}  {value}" for name, value in known.items()))
+        say("\n".join(f"{name:{width}}  {value}" for name, value in known.items()))
 
 
 @job.command()
@@ -99,17 +112,18 @@ def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Stream a job's answer from its first token to its end."""
-    with Client(redis_url, queue) as client:
-        _show_answers(client, [job_id], timeout_s, follow=True, as_json=as_json)
+    with connect(redis_url) as server, _Answers(server, queue, timeout_s, job_id, follow=True, as_json=as_json) as answers:
+        answers.show()
 
 
 @job.command()
-@click.argument("job_id", metavar="ID")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 @queue_options
-def cancel(job_id: str, *, redis_url: str, queue: str) -> None:
-    """Ask for a job's end, and print the state that it was in."""
+def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str) -> None:
+    """Ask for the end of one or more jobs, and print the state that each was in."""
     with Client(redis_url, queue) as client:
-        click.echo(client.cancel(job_id))
+        for job_id in job_ids:
+            say(client.cancel(job_id))
 
 
 @job.command()
@@ -119,8 +133,8 @@ def cancel(job_id: str, *, redis_url: str, queue: str) -> None:
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def result(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Wait for a job's end and print its answer."""
-    with Client(redis_url, queue) as client:
-        _show_answers(client, [job_id], timeout_s, follow=False, as_json=as_json)
+    with connect(redis_url) as server, _Answers(server, queue, timeout_s, job_id, follow=False, as_json=as_json) as answers:
+        answers.show()
 
 
 def _lines(file: IO[bytes] | None) -> Iterator[str]:
@@ -146,50 +160,120 @@ def _body(text: str, options: dict[str, Any]) -> dict[str, Any]:
     return body | {"messages": [*system, {"role": "user", "content": text}]}
 
 
-def _show_answers(client: Client, job_ids: list[str], timeout_s: float | None, *, follow: bool, as_json: bool) -> None:
-    """Print the answers in order. Leaves with 1 when a job did not succeed, with 3 at Ctrl-C; the jobs themselves go on."""
-    num_failed = 0
-    try:
-        for job_id in job_ids:
-            show_one = _follow if follow else _wait
-            num_failed += show_one(client, job_id, timeout_s, as_json=as_json).state != "succeeded"
-    except KeyboardInterrupt:
-        click.echo()
-        fail(f"left; the jobs go on: end one with `worker job cancel {job_ids[0]}`", CANCELLED)
-    if num_failed:
-        raise click.exceptions.Exit(FAILED)
+class _Answers:
+    """Prints the answers of jobs in order, and tells on stderr what is in their way.
 
+    Leaves with 1 when a job did not succeed, and inside `with` with 3 at Ctrl-C; the jobs themselves go on.
+    """
 
-def _follow(client: Client, job_id: str, timeout_s: float | None, *, as_json: bool) -> Result:
-    stream = client.stream(job_id, timeout_s)
-    for delta in stream:
-        if as_json:
-            click.echo(json.dumps({"id": job_id} | asdict(delta)))
-        elif delta.is_restart:
-            click.echo(f"\nworker: job {job_id}: starts again at character {delta.offset}", err=True)
+    def __init__(
+        self, server: redis.Redis, queue: str, timeout_s: float | None, *job_ids: str, follow: bool, as_json: bool
+    ) -> None:
+        self.client = Client(server, queue)
+        self.job_ids = list(job_ids)
+        self._server = server
+        self._queue = queue
+        self._broker = Broker(server, queue, "client")
+        self._timeout_s = timeout_s
+        self._show_one = self._follow if follow else self._wait
+        self._as_json = as_json
+        self._num_shown = 0
+        self._is_inside_line = False
+        self._started = time.monotonic()
+        self._was_told_unserved = False
+
+    def __enter__(self) -> "_Answers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._end_line()
+            fail(self._what_goes_on(), CANCELLED)
+
+    def show(self) -> None:
+        num_failed = 0
+        for job_id in self.job_ids:
+            ended = self._show_one(job_id)
+            num_failed += ended.state != "succeeded"
+            self._num_shown += 1
+        if num_failed:
+            raise click.exceptions.Exit(FAILED)
+
+    def _follow(self, job_id: str) -> Result:
+        stream = self.client.stream(job_id, self._timeout_s, on_silence=self._on_silence)
+        for delta in stream:
+            if self._as_json:
+                say(json.dumps({"id": job_id} | asdict(delta)))
+            elif delta.is_restart:
+                self._end_line()
+                note(f"job {job_id}: starts again at character {delta.offset}")
+            elif delta.text:
+                self._is_inside_line = True
+                say(delta.text, nl=False)
+        assert stream.result is not None
+        if self._as_json:
+            say(json.dumps(stream.result.to_dict()))
         else:
-            click.echo(delta.text, nl=False)
-    assert stream.result is not None
-    if as_json:
-        click.echo(json.dumps(stream.result.to_dict()))
-    else:
-        click.echo()
-        _explain(stream.result)
-    return stream.result
+            self._is_inside_line |= stream.result.state == "succeeded"  # an empty answer is a line too
+            self._end_line()
+            _explain(stream.result)
+        return stream.result
 
+    def _wait(self, job_id: str) -> Result:
+        ended = self.client.result(job_id, self._timeout_s, on_silence=self._on_silence)
+        if self._as_json:
+            say(json.dumps(ended.to_dict()))
+        else:
+            text = "\n".join(choice.text for choice in ended.choices)
+            if text or ended.state == "succeeded":
+                say(text)
+            _explain(ended)
+        return ended
 
-def _wait(client: Client, job_id: str, timeout_s: float | None, *, as_json: bool) -> Result:
-    ended = client.result(job_id, timeout_s)
-    if as_json:
-        click.echo(json.dumps(ended.to_dict()))
-    else:
-        click.echo("\n".join(choice.text for choice in ended.choices))
-        _explain(ended)
-    return ended
+    def _end_line(self) -> None:
+        if self._is_inside_line:
+            self._is_inside_line = False
+            say()
+
+    def _on_silence(self, state: str | None) -> None:
+        """Tell once that nobody takes the job: a misspelt queue looks like a slow one."""
+        if self._was_told_unserved or state not in (None, "queued") or time.monotonic() - self._started < UNSERVED_S:
+            return
+        if not self._broker.has_worker():
+            self._was_told_unserved = True
+            start = self._command("worker", "start")
+            note(f"no worker serves queue {self._queue} yet; waiting; start one with {start}")
+
+    def _what_goes_on(self) -> str:
+        """The jobs that were not shown and have not ended, and what ends them."""
+        if not self.job_ids:
+            return "cancelled; no job was added"
+        jobs = self.job_ids[self._num_shown :]
+        with suppress(redis.RedisError):  # asked once: to wait for a server would keep the one who wants to leave
+            jobs = self._broker.still_open(jobs)
+        if not jobs:
+            return "left; all jobs have ended"
+        shown, more = jobs[:SHOWN_IDS], len(jobs) - SHOWN_IDS
+        rest = f", and {more} more like it" if more > 0 else ""
+        goes_on = "the job goes on: end it" if len(jobs) == 1 else f"{len(jobs)} jobs go on: end them"
+        return f"left; {goes_on} with {self._command('worker', 'job', 'cancel', *shown)}{rest}"
+
+    def _command(self, *words: str) -> str:
+        """A command line for the same server and queue, that works as it stands and holds no password."""
+        context = click.get_current_context()
+        given = {name for name in ("queue", "redis_url") if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+        line, where = list(words), ""
+        if "queue" in given:
+            line += ["--queue", self._queue]
+        if "redis_url" in given and self._server.connection_pool.connection_kwargs.get("password"):
+            where = " and the server's URL in SLOTMILL_REDIS_URL"
+        elif "redis_url" in given:
+            line += ["--redis-url", context.params["redis_url"]]
+        return f"`{shlex.join(line)}`{where}"
 
 
 def _explain(ended: Result) -> None:
     """Why a job did not succeed, on stderr."""
     if ended.state != "succeeded":
         why = ": ".join(filter(None, (ended.state, ended.code if ended.code != ended.state else None, ended.error)))
-        click.echo(f"worker: job {ended.id}: {why}", err=True)
+        note(f"job {ended.id}: {why}")

@@ -15,7 +15,7 @@ from worker import log
 from worker.metrics import SCRIPTS, Metrics
 
 MAX_BACKOFF_S = 2.0
-NO_SERVER = "start one with `worker redis`, or mend --redis-url; goes on when it answers"
+NO_SERVER = "mend --redis-url, or start a server with `worker redis`; the worker goes on when one serves it"
 MEMORY_S = 10.0
 
 T = TypeVar("T")

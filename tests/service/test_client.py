@@ -535,6 +535,33 @@ def test_a_wait_ends_in_time(client: Client, wait: Callable[[Client, str], objec
         wait(client, job_id)
 
 
+def test_a_silence_is_told_with_the_jobs_state(client: Client, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.client.CHECK_S", 0.02)
+    job_id, states = client.enqueue("Hi"), []
+
+    def on_silence(state: str | None) -> None:
+        states.append(state)
+        if len(states) == 1:
+            Work.claim(broker)
+
+    with pytest.raises(WaitTimeout):
+        client.result(job_id, 0.3, on_silence=on_silence)
+    assert states[0] == "queued"
+    assert set(states[1:]) == {"running"}
+
+
+def test_a_job_is_open_until_it_has_ended(client: Client, broker: Broker) -> None:
+    first, second = client.enqueue("Hi", id="a"), client.enqueue("Hi", id="b")
+    Work.claim(broker).finish()
+    assert broker.still_open([first, second, "nobody"]) == [second, "nobody"]
+
+
+def test_a_queue_has_a_worker_once_one_says_so(broker: Broker) -> None:
+    assert not broker.has_worker()
+    broker.heartbeat({"state": "serving"})
+    assert broker.has_worker()
+
+
 def test_a_running_job_is_cancelled(client: Client, broker: Broker, listens: Listens) -> None:
     reader = Reader(client, job_id := client.enqueue("Hi"))
     listens(job_id)

@@ -318,7 +318,7 @@ def test_a_burst_leaves_when_the_queue_is_empty(make_worker: WorkerMaker, produc
 def test_a_burst_without_a_server_is_one_line_and_exit_code_5(make_worker: WorkerMaker) -> None:
     worker = make_worker("--burst", "--redis-url", f"redis://:secret@127.0.0.1:{free_port()}/0", is_awaited=False)
     assert worker.wait() == 5
-    assert "does not answer; start one with `worker redis`" in worker.lines[-1]
+    assert "mend it, or start a server with `worker redis`" in worker.lines[-1]
     assert "secret" not in "".join(worker.lines)
 
 

@@ -1,7 +1,9 @@
 """The command line: options, environment, exit codes, one-line errors."""
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -10,8 +12,10 @@ import redis
 
 from engine.errors import ConfigError, ModelUnsupported
 from worker import cli, command, process
+from worker.broker import Broker, Finish
 from worker.client import Client
 from worker.errors import EngineUnavailable, InvalidJob, InvalidOption, ServerUnavailable, UnknownJob, WaitTimeout
+from worker.frames import Choice, ControlFrame, FinalState, Result, Usage, encode_frame, encode_result
 from worker.keys import Keys
 from worker.settings import Settings
 
@@ -89,7 +93,9 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--redis-url", "localhost"], "redis URL"),
         (["job", "show", "a", "--redis-url", "localhost"], "redis URL"),
         (["job", "show", "a", "--queue", "a b"], "queue: 'a b'"),
-        (["enqueue"], "no prompt"),
+        (["enqueue"], "no prompt; give one as an argument, or a file with -f, or standard input with -f -"),
+        (["job", "cancel"], "worker: job cancel: Missing argument 'ID...'"),
+        (["enqueue", "--nope"], "worker: enqueue: No such option"),
         (["enqueue", "a", "b", "--id", "x"], "--id: x: 2 prompts"),
         (["enqueue", "a", "--temperature", "-1"], "temperature"),
         (["enqueue", "a", "--deadline-s", "nan"], "--deadline-s"),
@@ -110,6 +116,7 @@ def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: 
     assert command.run(cli.cli, args) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "device_chosen" not in line]
     assert len(lines) == 1
+    assert lines[0].startswith("worker: ")
     assert message in lines[0]
 
 
@@ -121,7 +128,7 @@ def test_no_server_is_code_5_in_one_line_without_the_password(args: list[str], c
     assert command.run(cli.cli, [*args, "--redis-url", UNREACHABLE]) == 5
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
-    assert "start one with `worker redis`" in shown
+    assert "refused; start one with `worker redis`" in shown
     assert "secret" not in shown
 
 
@@ -204,3 +211,167 @@ def test_worker_redis_prints_its_url_and_leaves_at_sigterm(tmp_path: Path) -> No
         assert server.stdout.readline().startswith("redis://127.0.0.1:")
         server.terminate()
         assert server.wait(10) == 0
+
+
+@pytest.fixture
+def on_queue(redis_url: str, queue: str) -> list[str]:
+    return ["--redis-url", redis_url, "--queue", queue]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as soon as an answer is waited for."""
+
+    def waits(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "result", waits)
+    monkeypatch.setattr(Client, "stream", waits)
+
+
+def finish(broker: Broker, state: FinalState, text: str = "") -> None:
+    """A worker's part: the queue's next job ends."""
+    [job] = broker.fetch(1)
+    choices = (Choice(0, text, (), "stop"),) if state == "succeeded" else ()
+    result = Result(
+        id=job.job_id, state=state, code="invalid", error="for a reason", choices=choices, usage=Usage(1, 0), worker="me"
+    )
+    end = ControlFrame(job.attempt, "end", state, "", result.usage)
+    broker.finish([Finish(job, state, "", encode_result(result), encode_frame(end))])
+
+
+@pytest.mark.parametrize("how", ["--follow", "--wait"])
+def test_ctrl_c_tells_what_ends_the_jobs_that_are_still_open(
+    on_queue: list[str], broker: Broker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    with Client(on_queue[1], on_queue[3]) as client:
+        client.enqueue("a", id="ended", priority="high")
+    finish(broker, "succeeded")
+    interrupt(monkeypatch)
+    assert command.run(cli.cli, ["enqueue", how, "a", "b", *on_queue]) == 3
+    out, err = capsys.readouterr()
+    *ids, last = err.splitlines()
+    assert out == ""
+    line = shlex.split(last.split("`")[1])
+    assert [f"worker: job {job_id}" for job_id in line[3:5]] == ids
+    assert command.run(cli.cli, line[1:]) == 0
+    assert capsys.readouterr().out == "queued\nqueued\n"
+    assert [job.ending for job in broker.fetch(2)] == ["cancelled"] * 2
+
+
+def test_ctrl_c_names_no_job_that_has_ended_and_counts_those_that_are_many(
+    on_queue: list[str], broker: Broker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt(monkeypatch)
+    enqueue = Client.enqueue
+
+    def ends_the_first(client: Client, **body: object) -> str:
+        job_id = enqueue(client, **body)  # type: ignore[arg-type]
+        if body["prompt"] == "0":
+            finish(broker, "succeeded")
+        return job_id
+
+    monkeypatch.setattr(Client, "enqueue", ends_the_first)
+    assert command.run(cli.cli, ["enqueue", "--wait", *"012345", *on_queue]) == 3
+    *ids, last = [line.split()[-1] if "left" not in line else line for line in capsys.readouterr().err.splitlines()]
+    assert f"cancel {' '.join(ids[1:4])} --queue" in last
+    assert last.endswith("`, and 2 more like it")
+
+
+def test_a_hint_holds_no_password(
+    redis_client: redis.Redis, on_queue: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis_client.acl_setuser("hinted", enabled=True, passwords=["+s3cret"], keys=["*"], commands=["+@all"], channels=["*"])
+    interrupt(monkeypatch)
+    try:
+        url = on_queue[1].replace("redis://", "redis://hinted:s3cret@")
+        command.run(cli.cli, ["enqueue", "--wait", "a", "--redis-url", url, *on_queue[2:]])
+    finally:
+        redis_client.acl_deluser("hinted")
+    shown = capsys.readouterr().err
+    assert "s3cret" not in shown
+    assert f"--queue {on_queue[3]}` and the server's URL in SLOTMILL_REDIS_URL" in shown
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.client.CHECK_S", 0.02)
+    monkeypatch.setattr("worker.job_commands.UNSERVED_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["--follow", "--wait"])
+def test_a_queue_that_nobody_serves_is_told_once(on_queue: list[str], how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cli.cli, ["enqueue", how, "a", "--timeout-s", "0.5", *on_queue]) == 4
+    told, _timeout = capsys.readouterr().err.splitlines()
+    queue = on_queue[3]
+    assert told.startswith(
+        f"worker: no worker serves queue {queue} yet; waiting; start one with `worker start --queue {queue} --"
+    )
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_queue_whose_worker_is_busy_is_waited_for_in_silence(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.heartbeat({"state": "serving"})
+    assert command.run(cli.cli, ["enqueue", "--wait", "a", "--timeout-s", "0.5", *on_queue]) == 4
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", [["job", "result"], ["job", "tail"]], ids=lambda how: how[1])
+@pytest.mark.parametrize(("state", "out"), [("failed", ""), ("expired", ""), ("cancelled", ""), ("succeeded", "\n")])
+def test_a_job_that_failed_without_text_prints_its_reason_alone(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str], how: list[str], state: FinalState, out: str
+) -> None:
+    with Client(on_queue[1], on_queue[3]) as client:
+        client.enqueue("a", id="k")
+    finish(broker, state)
+    assert command.run(cli.cli, [*how, "k", *on_queue]) == (state != "succeeded")
+    shown = capsys.readouterr()
+    assert shown.out == out
+    assert shown.err == ("" if state == "succeeded" else f"worker: job k: {state}: invalid: for a reason\n")
+
+
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell: what could not be written is tried again when the process ends."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
+@pytest.mark.usefixtures("buffered")
+def test_nobody_reading_ends_in_silence(on_queue: list[str], broker: Broker) -> None:
+    with Client(on_queue[1], on_queue[3]) as client:
+        client.enqueue("a", id="k")
+    finish(broker, "succeeded", "text")
+    line = [sys.executable, "-m", "worker.cli", "job", "result", "k", *on_queue]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout
+        assert shown.stderr
+        shown.stdout.close()
+        assert (shown.stderr.read(), shown.wait(30)) == (b"", 141)
+
+
+@pytest.mark.usefixtures("buffered")
+@pytest.mark.parametrize("args", [["enqueue", "a"], ["enqueue", "--help"]], ids=lambda args: args[1])
+def test_an_output_that_cannot_be_written_is_one_line(on_queue: list[str], args: list[str]) -> None:
+    line = [sys.executable, "-m", "worker.cli", *args, *on_queue]
+    with Path("/dev/full").open("w") as full:
+        shown = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (shown.stderr, shown.returncode) == ("worker: output: No space left on device; write it elsewhere\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda url: url.removesuffix("/0") + "/99999", "out of range; mend the database number at the end of its URL"),
+        (lambda url: url.replace("//", "//nobody:wrong@"), "disabled; mend user name and password in its URL"),
+    ],
+    ids=["database", "password"],
+)
+def test_a_server_that_refuses_is_not_started_again(
+    on_queue: list[str], change: Callable[[str], str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(cli.cli, ["enqueue", "a", "--redis-url", change(on_queue[1])]) == 5
+    shown = capsys.readouterr().err
+    assert remedy in shown
+    assert "worker redis" not in shown
