@@ -37,7 +37,6 @@ class EngineReady:
     """Directory with tokenizer.json and the chat template."""
     dtype: str
     device: str
-    vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     """Most tokens a sequence may hold, prompt and output: the model's length, or what the KV cache holds if that is less."""
@@ -45,7 +44,6 @@ class EngineReady:
     token_budget: int
     block_size: int
     num_blocks: int
-    kv_bytes_per_token: int
     load_s: float
     memory_table: str
     """Human-readable lines: total, free, weights, peak activations, blocks."""

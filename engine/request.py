@@ -9,7 +9,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"
     ERROR = "error"
 
 
