@@ -1,29 +1,44 @@
 """The engine: one step decides, acts and records.
 
-Relies on a `Runner` for everything that touches tensors, so that a test can drive a whole engine without a model. Leaves who
-runs next to `Scheduler`, the numbers to `ModelRunner` and `sampler`, and the pipe to `serve`.
+Relies on a `Runner` for everything that touches tensors, so that a test can drive a whole engine without a model. Leaves what
+is refused to `admission`, who runs next to `Scheduler`, the numbers to `ModelRunner` and `sampler`, the pipe to `serve`.
 """
 
 import time
+from collections import defaultdict
+from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from engine.batch import ModelInput, build
+from engine.admission import check_request
+from engine.batch import InFlight, ModelInput, build, sampled_rows, scored_positions
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
+from engine.decision import Ended, Moves, ScheduledSequence, SchedulerOutput
 from engine.errors import RequestRefused
+from engine.events import end_events, failures, sampled_by_item, token_events
 from engine.geometry import ModelGeometry
-from engine.messages import StepReport, TokenEvent
-from engine.request import FinishReason, Request, SamplingParams
-from engine.sampler import SamplerOutput, sample
-from engine.scheduler import Ended, Scheduler, SchedulerOutput
+from engine.grammar import CompiledGrammar, GrammarCompiler
+from engine.messages import RequestRejected, StepReport, TokenEvent
+from engine.request import FinishReason, Request
+from engine.reservation import max_tokens_held
+from engine.sampler import Pending, Row, SamplingInput, launch, score
+from engine.scheduler import PreemptionCosts, Scheduler
 from engine.sequence import Sequence
 from engine.stats import StepStats, StepTimes
 from engine.stopping import check_stop
 
 MAX_STALLED_STEPS = 16
 """Steps with something waiting and nothing scheduled before the head is failed: reaching it is a bug that reports itself."""
+COMPILE_WAIT_S = 0.05
+"""How long a step without work waits for a grammar to be compiled."""
+RATE_WEIGHT = 0.2
+"""How much one step moves the measured time of a prefilled token."""
 
 
 class Runner(Protocol):
@@ -35,9 +50,46 @@ class Runner(Protocol):
     def geometry(self) -> ModelGeometry: ...
     @property
     def device(self) -> torch.device: ...
-    def forward(self, model_input: ModelInput) -> torch.Tensor:
-        """Logits `[num_sampled, vocab_size]`, float32."""
+    @property
+    def tokenizer_dir(self) -> Path: ...
+    @property
+    def swap_s_per_block(self) -> float:
+        """Seconds to copy a block to host memory and back."""
         ...
+
+    def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
+        """Move blocks, before the step that needs them; see `BlockMoves`."""
+        ...
+
+    def forward(self, model_input: ModelInput) -> Tensor:
+        """Logits `[R, vocab_size]`, float32."""
+        ...
+
+
+class _Clock:
+    """Seconds between laps, summed by name."""
+
+    def __init__(self) -> None:
+        self.times: defaultdict[str, float] = defaultdict(float)
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.times[name] += now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that is computed, or being computed, and whose tokens have not been read."""
+
+    output: SchedulerOutput
+    rows: list[Row]
+    pending: Pending | None
+    """None when nothing was scheduled."""
+    scored: Items[tuple[Sequence, range]] = ()
+    """Prompt positions, whose logits follow each other in `scored_logits`."""
+    scored_logits: Tensor | None = None
 
 
 class Engine:
@@ -48,14 +100,18 @@ class Engine:
         self._config = runner.scheduler_config
         self._eos = frozenset(runner.geometry.eos_token_ids)
         self._scheduler = Scheduler(self._config, BlockPool(self._config.num_blocks, self._config.block_size))
-        self._arrivals = 0
+        self._grammars = GrammarCompiler(runner.tokenizer_dir, runner.geometry.vocab_size, runner.geometry.eos_token_ids)
+        self._compiling: list[tuple[Sequence, Future[CompiledGrammar]]] = []
+        self._ahead: _Launched | None = None
         self._stalled_steps = 0
+        self._num_wasted = 0
+        """Tokens that the last step found computed in vain."""
         self._early: list[TokenEvent] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._early) or self._scheduler.num_running + self._scheduler.num_waiting > 0
+        return bool(self._early or self._compiling or self._ahead or self._num_sequences)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -64,140 +120,225 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; `RequestRefused` when it can never be served. Its tokens come out of later steps."""
-        self._refuse_what_never_fits(request)
-        sequence = Sequence(request, self._arrivals, self._eos)
-        self._arrivals += 1
-        stop = check_stop(sequence, self._config.max_sequence_tokens, self._config.max_model_len)
-        if stop and request.output_token_ids:
-            self._early.append(_final_event(sequence, (), stop.reason, stop.detail))
-            return
-        self._scheduler.add(sequence)
+        check_request(request, self._config, self._runner.geometry)
+        name = request.request_id, request.choice
+        if self._scheduler.holds(*name) or any((s.request.request_id, s.choice) == name for s, _ in self._compiling):
+            raise RequestRefused("request_id", request.request_id, "already running", "choose another id")
+        limit = max_tokens_held(request, self._config)
+        sequence = Sequence(request, self._scheduler.next_order(request), self._eos, limit)
+        if request.params.grammar is None:
+            self._admit(sequence)
+        else:
+            self._compiling.append((sequence, self._grammars.submit(request.params.grammar)))
 
-    def abort(self, request_id: str) -> None:
-        """Free a request's blocks at once; unknown ids are ignored."""
-        self._early = [event for event in self._early if event.request_id != request_id]
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Free the blocks of a request, or of one choice of it, at once; unknown ids are ignored."""
+
+        def is_meant(an_id: str, a_choice: int) -> bool:
+            return an_id == request_id and choice in (None, a_choice)
+
+        self._early = [event for event in self._early if not is_meant(event.request_id, event.choice)]
+        self._compiling = [entry for entry in self._compiling if not is_meant(entry[0].request.request_id, entry[0].choice)]
+        self._scheduler.abort(request_id, choice)
 
     def step(self) -> StepReport:
-        """One iteration over the batch: schedule, forward, sample, update."""
-        early, self._early = tuple(self._early), []
-        started = time.perf_counter()
+        """One iteration over the batch: schedule, forward, sample, update.
+
+        Running ahead, the step that is recorded is the one before the step that is launched.
+        """
+        rejected = self._admit_compiled()
+        events, self._early = self._early, []
+        self._num_wasted = 0
+        clock = _Clock()
         output = self._scheduler.schedule()
-        scheduled = time.perf_counter()
-        if not output.scheduled:
-            return StepReport(early + self._fail_stalled_head(), self._stats(output, StepTimes(), 0))
-        self._stalled_steps = 0
-        model_input = build(output, self._config.block_size, self._runner.device)
-        prepared = time.perf_counter()
-        logits = self._runner.forward(model_input)
-        computed = time.perf_counter()
-        sampled = sample(logits, model_input.sampling)
-        drawn = time.perf_counter()
-        events = self._record(output, sampled)
-        times = StepTimes(
-            schedule_s=scheduled - started,
-            prepare_s=prepared - scheduled,
-            forward_s=computed - prepared,
-            sample_s=drawn - computed,
-            update_s=time.perf_counter() - drawn,
-        )
-        return StepReport(early + events, self._stats(output, times, sum(len(event.token_ids) for event in events)))
+        clock.lap("schedule_s")
+        launched = self._launch(output, clock)
+        due = [launched]
+        if self._config.run_ahead:
+            due = [step for step in (self._ahead, None if output.scheduled else launched) if step]
+            self._ahead = launched if output.scheduled else None
+        for step in due:
+            events += self._record(step, clock)
+        if not output.scheduled and due == [launched]:
+            events += self._fail_stalled_head()
+        elif output.scheduled:
+            self._stalled_steps = 0
+        num_leaked = 0 if self._num_sequences or self._ahead else self._scheduler.repair()
+        self._measure(output, clock.times["forward_s"])
+        num_generated = sum([len(event.token_ids) for event in events])
+        stats = self._stats(output, StepTimes(**clock.times), num_generated, num_leaked)
+        return StepReport(tuple(events), stats, rejected)
 
     def idle_report(self) -> StepReport:
         """The state without a step, so that gauges stay true after an abort."""
         return StepReport((), self._stats(None, StepTimes(), 0))
 
-    def _refuse_what_never_fits(self, request: Request) -> None:
-        num_prompt, limit = len(request.prompt_token_ids), self._config.max_sequence_tokens
-        if self._scheduler.holds(request.request_id):
-            raise RequestRefused("request_id", request.request_id, "already running", "choose another id")
-        if not num_prompt:
-            raise RequestRefused("prompt", "0 tokens", "at least 1 token", "send a prompt")
-        max_tokens, room = request.params.max_tokens, limit if request.params.max_tokens == 0 else limit - 1
-        if max_tokens > max(self._config.max_model_len, SamplingParams().max_tokens):  # the default is never refused
-            raise RequestRefused(
-                "max_tokens", max_tokens, f"at most {self._config.max_model_len}: the model's length", "lower it"
-            )
-        if num_prompt > room:
-            raise RequestRefused("prompt", f"{num_prompt} tokens", *self._room(room))
-        vocab_size = self._runner.geometry.vocab_size
-        for token_ids in (request.prompt_token_ids, request.output_token_ids):
-            if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-                worst = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-                raise RequestRefused("prompt", f"token id {worst}", f"ids 0..{vocab_size - 1}", "use this model's tokenizer")
+    @property
+    def _num_sequences(self) -> int:
+        return self._scheduler.num_running + self._scheduler.num_waiting
 
-    def _room(self, room: int) -> tuple[str, str]:
-        """The limit on a prompt, and the remedy."""
-        model_len, limit = self._config.max_model_len, self._config.max_sequence_tokens
-        if limit < model_len:
-            return f"at most {room}: the whole KV cache holds {limit}", "shorten the prompt, or serve with more kv_blocks"
-        remedy = "shorten the prompt"
-        if model_len < self._runner.geometry.max_model_len:
-            remedy += ", or serve with a larger max_model_len"
-        return f"at most {room}: max_model_len is {limit} with the output", remedy
+    # Admission
 
-    def _record(self, output: SchedulerOutput, sampled: SamplerOutput) -> tuple[TokenEvent, ...]:
-        """Hand the sampled tokens to the scheduler and turn them into events, in the order of the batch."""
-        rows = [item.sequence for item in output.scheduled if item.samples]
-        events = [_final_event(rows[row], (), FinishReason.ERROR, f"sampling: {why}") for row, why in sampled.failed.items()]
-        for event in events:
-            self.abort(event.request_id)
-        tokens = iter(sampled.token_ids)
-        token_ids = [next(tokens) if item.samples else None for item in output.scheduled]
-        ended = {end.sequence: end for end in self._scheduler.update(output, token_ids)}
-        for row, (sequence, token) in enumerate(zip(rows, sampled.token_ids, strict=True)):
-            if row not in sampled.failed:
-                events.append(_token_event(sequence, token, ended.pop(sequence, None)))
-        events.extend(_final_event(end.sequence, (), end.reason, end.detail) for end in ended.values())
-        return tuple(events)
+    def _admit(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn, unless what an earlier attempt made is all of it, or its grammar allows nothing."""
+        stop = check_stop(sequence, self._config.max_model_len)
+        if stop and (sequence.request.output_token_ids or sequence.matcher):
+            self._early += end_events(Ended(sequence, stop.reason, stop.detail))
+        else:
+            self._scheduler.add(sequence)
 
-    def _fail_stalled_head(self) -> tuple[TokenEvent, ...]:
-        """Guarantee of progress: waiting work that no step schedules fails with the state instead of hanging."""
-        head = self._scheduler.head
-        if head is None:
+    def _admit_compiled(self) -> tuple[RequestRejected, ...]:
+        """Let those wait whose grammar is compiled; returns those whose grammar is refused."""
+        if not self._compiling:
             return ()
+        if not self._num_sequences:
+            wait([future for _, future in self._compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+        done = [entry for entry in self._compiling if entry[1].done()]
+        self._compiling = [entry for entry in self._compiling if entry not in done]
+        rejected = []
+        for sequence, future in done:
+            request = sequence.request
+            try:
+                matcher = future.result().matcher(allow_eos=not request.params.ignore_eos)
+                for token_id in request.output_token_ids:
+                    matcher.accept(token_id)
+                if matcher.failure:
+                    raise matcher.failure
+            except RequestRefused as refusal:
+                rejected.append(RequestRejected.of(request.request_id, refusal))
+            else:
+                sequence.matcher = matcher
+                self._admit(sequence)
+        return tuple(rejected)
+
+    # Acting
+
+    def _launch(self, output: SchedulerOutput, clock: _Clock) -> _Launched:
+        """Compute a decision up to its sampled tokens, which stay on the device."""
+        if any(output.moves):
+            self._runner.move(*output.moves)
+        if not output.scheduled:
+            return _Launched(output, [], None)
+        rows = sampled_rows(output.scheduled)
+        logits = self._forward(output.scheduled, clock)
+        pending = launch(logits[: len(rows)], SamplingInput.of(rows, self._runner.device, self._runner.geometry.vocab_size))
+        clock.lap("sample_s")
+        scored = [(item.sequence, scored_positions(item)) for item in output.scheduled if item.num_scored]
+        return _Launched(output, rows, pending, scored, logits[len(rows) :])
+
+    def _forward(self, items: Items[ScheduledSequence], clock: _Clock) -> Tensor:
+        """Logits of a step. Where the device has no memory for it, of one half and then of the other, and so on down to one."""
+        try:
+            return self._compute(items, clock)
+        except torch.OutOfMemoryError:
+            if len(items) < 2:
+                raise
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        middle = len(items) // 2
+        halves = items[:middle], items[middle:]  # in order: a later one may share blocks that an earlier one fills
+        parts = [(self._forward(half, clock), sum(item.num_samples for item in half)) for half in halves]
+        return torch.cat([logits[:num] for logits, num in parts] + [logits[num:] for logits, num in parts])
+
+    def _compute(self, items: Items[ScheduledSequence], clock: _Clock) -> Tensor:
+        in_flight = None
+        if self._ahead and self._ahead.pending:
+            rows = {row.sequence: index for index, row in enumerate(self._ahead.rows)}
+            in_flight = InFlight(self._ahead.pending.token_ids.clamp(min=0), rows)
+        model_input = build(items, self._config.block_size, self._runner.device, in_flight)
+        clock.lap("prepare_s")
+        logits = self._runner.forward(model_input)
+        clock.lap("forward_s")
+        return logits
+
+    # Recording
+
+    def _record(self, launched: _Launched, clock: _Clock) -> list[TokenEvent]:
+        """Hand what was sampled to the scheduler and turn it into events, in the order of the batch."""
+        if launched.pending is None:
+            return [event for end in self._scheduler.update(launched.output, []) for event in end_events(end)]
+        sampled = launched.pending.read()
+        clock.lap("sample_s")
+        self._keep_scores(launched)
+        events: list[TokenEvent] = []
+        for end in failures(launched.rows, sampled.failed, self._scheduler.dropped()):
+            events += end_events(end)
+            self._scheduler.abort(end.sequence.request.request_id, end.sequence.choice, is_broken=True)
+        dropped = frozenset(self._scheduler.dropped())
+        if self._config.run_ahead and dropped:
+            self._num_wasted += sum(item.num_tokens for item in launched.output.scheduled if item.sequence in dropped)
+        ended = self._scheduler.update(launched.output, sampled_by_item(launched.output.scheduled, sampled))
+        events += token_events(launched.rows, sampled, ended, dropped)
+        clock.lap("update_s")
+        return events
+
+    def _keep_scores(self, launched: _Launched) -> None:
+        """Log probabilities of the prompt positions of the step, as far as they are not known from before a preemption."""
+        scored = launched.scored
+        if not scored:
+            return
+        assert launched.scored_logits is not None
+        targets = [sequence.token_ids[position + 1] for sequence, positions in scored for position in positions]
+        num_top = [sequence.request.params.prompt_logprobs or 0 for sequence, positions in scored for _ in positions]
+        scores = iter(score(launched.scored_logits, targets, num_top))
+        for sequence, positions in scored:
+            for position in positions:
+                logprobs = next(scores)
+                if position == len(sequence.prompt_logprobs):
+                    sequence.prompt_logprobs.append(logprobs)
+
+    def _fail_stalled_head(self) -> list[TokenEvent]:
+        """Guarantee of progress: waiting work that no step schedules fails with the state instead of hanging."""
+        head = self._scheduler.head or self._scheduler.first
+        if head is None:
+            return []
         self._stalled_steps += 1
         if self._stalled_steps < MAX_STALLED_STEPS:
-            return ()
+            return []
         self._stalled_steps = 0
         kv = self._scheduler.kv_counts()
-        self.abort(head.request.request_id)
+        self._scheduler.abort(head.request.request_id, head.choice)
         why = f"not scheduled for {MAX_STALLED_STEPS} steps: knows {head.num_tokens} tokens, {kv}"
-        return (_final_event(head, (), FinishReason.ERROR, why),)
+        return end_events(Ended(head, FinishReason.ERROR, why))
 
-    def _stats(self, output: SchedulerOutput | None, times: StepTimes, num_generated: int) -> StepStats:
-        ran = output if output and output.scheduled else None
+    # Counting
+
+    def _measure(self, output: SchedulerOutput, forward_s: float) -> None:
+        """Learn from steps that mostly prefill what a token costs to compute again."""
+        if output.num_prefill_tokens * 2 <= output.num_tokens:
+            return
+        known, seen = self._scheduler.costs.recompute_s_per_token, forward_s / output.num_tokens
+        cost = seen if known == float("inf") else known + RATE_WEIGHT * (seen - known)
+        self._scheduler.costs = PreemptionCosts(self._runner.swap_s_per_block, cost)
+
+    def _stats(self, output: SchedulerOutput | None, times: StepTimes, num_generated: int, num_leaked: int = 0) -> StepStats:
+        scheduler = self._scheduler
+        if output is None:
+            slots, counts = scheduler.idle_slots(), {}
+        else:
+            slots = output.slots
+            counts = {
+                "num_swap_preemptions": output.num_swap_preemptions,
+                "num_preempted_tokens": output.num_preempted_tokens,
+                "num_swapped_tokens": output.num_swapped_tokens,
+                "num_swapped_out_blocks": len(output.moves.swapped_out),
+                "num_swapped_in_blocks": len(output.moves.swapped_in),
+                "num_copied_blocks": len(output.moves.copied),
+                "num_prefix_queries": output.num_prefix_queries,
+                "num_prefix_hits": output.num_prefix_hits,
+            }
         return StepStats(
-            slots=output.slots if output else self._scheduler.idle_slots(),
-            kv=self._scheduler.kv_counts(),
+            slots=slots,
+            kv=scheduler.kv_counts(),
             times=times,
-            num_tokens=ran.num_tokens if ran else 0,
-            num_prefill_tokens=ran.num_prefill_tokens if ran else 0,
+            num_tokens=output.num_tokens if output else 0,
+            num_prefill_tokens=output.num_prefill_tokens if output else 0,
             num_generated_tokens=num_generated,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_slots_taken=scheduler.num_slots_taken,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
             num_preemptions=len(output.preempted) if output else 0,
-            num_preempted_tokens=output.num_preempted_tokens if output else 0,
+            num_leaked_blocks=num_leaked,
+            num_wasted_tokens=self._num_wasted if output else 0,
+            **counts,
         )
-
-
-def _token_event(sequence: Sequence, token: int, end: Ended | None) -> TokenEvent:
-    if end is not None:
-        return _final_event(sequence, (token,), end.reason, end.detail)
-    return TokenEvent(
-        request_id=sequence.request.request_id,
-        index=sequence.num_output_tokens - 1,
-        token_ids=(token,),
-        num_cached_tokens=sequence.num_cached_tokens,
-    )
-
-
-def _final_event(sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason, detail: str) -> TokenEvent:
-    return TokenEvent(
-        request_id=sequence.request.request_id,
-        index=sequence.num_output_tokens - len(token_ids),
-        token_ids=token_ids,
-        finish_reason=reason,
-        detail=detail,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )

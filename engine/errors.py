@@ -2,6 +2,7 @@
 
 EngineError
 ├── RequestRefused     one request cannot be served; names field, value, limit and remedy
+│   └── GrammarError   a grammar cannot be compiled, or not be met by the output so far
 ├── ModelUnsupported   this model cannot be served correctly; refused at start
 ├── OutOfMemory        model and cache do not fit; carries the sizes that would
 └── ConfigError        an option has a value that cannot work
@@ -17,15 +18,29 @@ class EngineError(Exception):
 class RequestRefused(EngineError):
     """One request that can never be served, refused before it takes anything."""
 
+    _relation = "is over the limit:"
+
     def __init__(self, field: str, value: object, limit: str, remedy: str) -> None:
-        super().__init__(f"{field}: {value} is over the limit: {limit}; {remedy}")
+        super().__init__(f"{field}: {value} {self._relation} {limit}; {remedy}")
         self.field = field
         self.value = value
         self.limit = limit
         self.remedy = remedy
 
-    def __reduce__(self) -> tuple[type, tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return RequestRefused, (self.field, self.value, self.limit, self.remedy)
+
+
+class GrammarError(RequestRefused):
+    """A grammar that cannot be compiled, which refuses the request; or that the output so far does not meet, which fails it."""
+
+    _relation = "does not work:"
+
+    def __init__(self, value: object, limit: str, remedy: str) -> None:
+        super().__init__("response_format", value, limit, remedy)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return GrammarError, (self.value, self.limit, self.remedy)
 
 
 class ModelUnsupported(EngineError):

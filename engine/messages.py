@@ -5,16 +5,22 @@ engine -> queue side:  EngineLoading*, then EngineReady or EngineFailed; StepRep
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from engine.errors import RequestRefused
 from engine.request import FinishReason
 from engine.stats import StepStats
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Free the sequence at once. No event follows for it; unknown ids are ignored."""
+    """Free a request, or one choice of it, at once. No event follows for it; unknown ids are ignored.
+
+    Until the choices of a prompt have forked the first one stands for all.
+    """
 
     request_id: str
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class EngineReady:
     load_s: float
     memory_table: str
     """Human-readable lines: total, free, weights, peak activations, blocks."""
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,26 @@ class RequestRejected:
     limit: str
     remedy: str
 
+    @classmethod
+    def of(cls, request_id: str, refusal: RequestRefused) -> "RequestRejected":
+        """The refusal of a request, for the pipe."""
+        return cls(request_id, refusal.field, str(refusal.value), refusal.limit, refusal.remedy)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
-    """New tokens of one request, in order and without gaps; the last one carries `finish_reason`."""
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at one position, of the distribution before penalties, bias, bans and temperature."""
+
+    logprob: float
+    """Of the token that stands there."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest (token id, log probability), likeliest first; as many as were asked for."""
+
+
+class TokenEvent(NamedTuple):
+    """New tokens of one choice of a request, in order and without gaps; a choice's last one carries `finish_reason`."""
 
     request_id: str
-    index: int
+    start: int
     """Output index of the first token in `token_ids`, those of earlier attempts included."""
     token_ids: tuple[int, ...]
     """May be empty in the last event."""
@@ -80,6 +100,14 @@ class TokenEvent:
     detail: str = ""
     """Why, when the reason alone does not say it: `kv_capacity`, `model_length`, or an error's text."""
     num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache when the sequence first started."""
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token of `token_ids`, when they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Once, in the first event, when they were asked for: one per prompt token but the first."""
+    score: float | None = None
+    """Of a beam: sum of its tokens' log probabilities divided by their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +116,5 @@ class StepReport:
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
+    rejected: tuple[RequestRejected, ...] = ()
+    """Requests refused after they were taken: a grammar that cannot be compiled."""

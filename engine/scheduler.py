@@ -1,59 +1,47 @@
 """Who runs next, with how many tokens, and who gives way when blocks run out.
 
-One idea: a sequence has tokens it knows and tokens it has computed, and a step spends its token budget on closing gaps. Prompt,
-chunk, decode, resumption after a preemption and continuation of an earlier attempt are the same gap and the same lines.
+One idea: a sequence has tokens it knows and tokens it has computed, and a step spends its token budget on closing gaps.
+Prompt, chunk, prefix hit, decode, resumption, continuation of an earlier attempt: the same gap and the same lines.
 
-Pure bookkeeping over `BlockPool`: no tensors, no clock, no I/O. `schedule()` decides, the caller computes and samples,
-`update()` records. What fits at all is refused by `core` before it gets here; why a sequence ends is answered in `stopping`.
+Pure bookkeeping over `BlockPool`: no tensors, no clock, no I/O. `schedule()` decides, the caller moves blocks, computes and
+samples, `update()` records. How much is set aside is answered in `reservation`, who comes first in `fairness`, why a sequence
+ends in `stopping`; what can never fit is refused by `admission` before it gets here. Places and slots are kept in `lineup`,
+blocks in `tables`; choices and beams are made in `forks`, and a step in the making is a `Draft`.
+
+    policy             starts                                              goes on
+    continuous         whenever a slot, blocks and budget are left         decodes, then prefills in chunks of what is left
+    iteration_level    the same, whole prompts and no budget (Orca)        all
+    request_level      a batch when nothing runs (FasterTransformer)       all, and slots are held until the last has ended
 """
 
-from bisect import bisect_left, insort
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
+from itertools import takewhile
 
+from engine.beam import BeamSearch
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.request import FinishReason
-from engine.reservation import Fit, fit
-from engine.sequence import Sequence
+from engine.decision import Candidates, Ended, Sampled, ScheduledSequence, SchedulerOutput
+from engine.draft import Draft, is_scoring
+from engine.fairness import FairShare
+from engine.forks import Forks
+from engine.lineup import Lineup
+from engine.request import Request
+from engine.reservation import Fit, Reservation, fit
+from engine.sequence import Order, Sequence
 from engine.stats import KVCounts, SlotCounts
-from engine.stopping import check_stop
+from engine.stopping import check_stop, ends_with_stop_id
+from engine.tables import BlockTables
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's part of a step: positions num_computed_tokens .. num_computed_tokens + num_tokens."""
+class PreemptionCosts:
+    """What giving up and getting back KV costs, in seconds, as measured; infinite while unknown."""
 
-    sequence: Sequence
-    num_tokens: int
-    samples: bool
-    """After this step every known token is computed and one more may follow: a token is sampled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOutput:
-    """The decision of one step. Block tables already cover it; token counts advance in `Scheduler.update`."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    """In the order of (priority, arrival), running ones before those that start now."""
-    preempted: tuple[Sequence, ...]
-    slots: SlotCounts
-    num_tokens: int
-    num_prefill_tokens: int
-    num_preempted_tokens: int
-    """Computed positions given up by `preempted`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A sequence that is over; it holds no blocks any more."""
-
-    sequence: Sequence
-    reason: FinishReason
-    detail: str
+    swap_s_per_block: float = float("inf")
+    """Out and in again."""
+    recompute_s_per_token: float = float("inf")
 
 
 class _Blocked(Enum):
@@ -63,115 +51,147 @@ class _Blocked(Enum):
     BUDGET = "no_budget"
 
 
-_order = attrgetter("order")
-
-
-def _reverse_order(sequence: Sequence) -> tuple[int, int]:
-    priority, arrival = sequence.order
-    return -priority, -arrival
-
-
 class Scheduler:
-    """Continuous batching: at every step the running sequences go on and waiting ones take free slots, first come first served.
+    """Decides every step of one engine.
 
     Invariants:
-    1. Every live sequence is in exactly one of two sorted lists, and each list ends with the one that is taken next: `_running`
-       with the next to be preempted, `_waiting` with the next to start. So a step never looks at what waits behind the head.
-    2. Nothing overtakes: of two sequences of one priority, the later does not run while the earlier waits.
-    3. The first running sequence can preempt all others and no sequence outgrows the pool: a step with work computes something.
+    1. Nothing overtakes: of two sequences the later in order does not start while the earlier waits.
+    2. The first running sequence can preempt all others and no sequence outgrows the pool: a step with work computes something.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._config = config
-        self._pool = pool
-        self._max_sequence_tokens = config.max_sequence_tokens
-        self._sequences: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []
-        self._in_flight: tuple[ScheduledSequence, ...] = ()
+        self._tables = BlockTables(config, pool)
+        self._reservation = Reservation(config)
+        self._fair_share = FairShare(config.aging)
+        self._is_static = config.scheduling == "request_level"
+        self._num_arrived = 0
+        self._lineup = Lineup(config.max_slots, self._tables)
+        self._forks = Forks(config, self._lineup, self._tables)
+        self._in_flight: list[tuple[SchedulerOutput, set[Sequence]]] = []
+        """Decisions that are not recorded yet, and whose tokens are to be dropped: ended, aborted or preempted meanwhile."""
+        self.costs = PreemptionCosts()
+        """The caller keeps them up to date."""
 
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot and blocks."""
-        return len(self._running)
+        return len(self._lineup.running) + len(self._lineup.ended)
+
+    @property
+    def num_slots_taken(self) -> int:
+        """Slots that they hold."""
+        return self._lineup.num_slots_taken
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold nothing: new or preempted."""
-        return len(self._waiting)
+        """Sequences that hold no slot: new, preempted or swapped out."""
+        return len(self._lineup.waiting)
 
     @property
     def head(self) -> Sequence | None:
         """The sequence that starts next."""
-        return self._waiting[-1] if self._waiting else None
+        return self._lineup.waiting[-1] if self._lineup.waiting else None
 
-    def holds(self, request_id: str) -> bool:
-        """Whether the request waits or runs."""
-        return request_id in self._sequences
+    @property
+    def first(self) -> Sequence | None:
+        """The sequence that goes on first."""
+        return self._lineup.running[0] if self._lineup.running else None
+
+    def holds(self, request_id: str, choice: int) -> bool:
+        """Whether that choice of the request waits or runs."""
+        return any(s.choice <= choice < s.choice + s.width for s in self._lineup.live(request_id))
+
+    def next_order(self, request: Request) -> Order:
+        """The place of a request that arrives now."""
+        self._num_arrived += 1
+        width = max(request.params.n, request.params.beam_width)
+        return self._fair_share.stamp(request, width), self._num_arrived, request.choice
 
     def add(self, sequence: Sequence) -> None:
-        """Let a new sequence wait for its turn. `core` has refused what is empty or longer than a sequence may be."""
-        assert 0 < sequence.num_tokens <= self._max_sequence_tokens, f"a sequence of {sequence.num_tokens} tokens is added"
-        assert sequence.request.request_id not in self._sequences, f"request {sequence.request.request_id} is added twice"
-        self._sequences[sequence.request.request_id] = sequence
-        insort(self._waiting, sequence, key=_reverse_order)
+        """Let a new sequence wait for its turn. `admission` has refused what is empty or longer than a sequence may be."""
+        request = sequence.request
+        assert 0 < sequence.num_tokens <= self._config.max_sequence_tokens, (
+            f"a sequence of {sequence.num_tokens} tokens is added"
+        )
+        assert sequence.width <= self._config.max_slots, f"a sequence of {sequence.width} choices is added"
+        assert not self.holds(request.request_id, sequence.choice), f"request {request.request_id} is added twice"
+        sequence.num_tokens_limit = min(sequence.num_tokens_limit, self._config.max_sequence_tokens)
+        if request.params.beam_width:
+            sequence.beam_search = BeamSearch(request.params.beam_width, sequence.stop_token_ids)
+        self._lineup.add(sequence)
 
-    def abort(self, request_id: str) -> bool:
-        """Forget a sequence and free its blocks at once, also between `schedule` and `update`; False if it is unknown.
+    def abort(self, request_id: str, choice: int | None = None, *, is_broken: bool = False) -> bool:
+        """Forget a request, or one choice of it, and free its blocks at once, also between `schedule` and `update`.
 
-        Failing takes the same road: whoever fails a sequence says so to the outside and aborts it here.
+        A beam search has no choices before its end: it is forgotten as a whole.
+
+        False if it is unknown. Failing takes the same road: whoever fails a sequence says so to the outside and aborts it here,
+        with `is_broken` when what it has computed must not be shared.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        live = [s for s in self._lineup.live(request_id) if choice in (None, s.choice) or s.beam_search is not None]
+        for sequence in live:
+            if is_broken:
+                self._tables.forget(sequence)
             self._remove(sequence)
-        return sequence is not None
+        return bool(live)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step and extend the block tables of those it runs.
 
-        Running sequences come first, each with as much of its gap as the budget allows; one that finds the pool dry preempts
-        from the end of the order. Then waiting ones start, up to the first that does not fit.
+        Running decodes go on first, then prefills, each with as much of its gap as the budget allows; a decode that finds the
+        pool dry preempts from the end of the order. Then waiting ones start, up to the first that does not fit.
         """
-        scheduled: list[ScheduledSequence] = []
-        preempted: dict[Sequence, int] = {}
-        budget = self._continue_running(scheduled, preempted)
-        blocked = self._start_waiting(scheduled, budget)
-        self._in_flight = tuple(scheduled)
-        prefills = [item.num_tokens for item in scheduled if item.sequence.is_prefilling]
-        return SchedulerOutput(
-            scheduled=self._in_flight,
-            preempted=tuple(preempted),
-            slots=self._count_slots(len(scheduled), len(prefills), blocked),
-            num_tokens=sum(prefills) + len(scheduled) - len(prefills),
-            num_prefill_tokens=sum(prefills),
-            num_preempted_tokens=sum(preempted.values()),
-        )
+        step = Draft.of(self._config)
+        blocked = self._start_waiting(step) if self._config.prefill_first else None
+        if not step.scheduled:
+            self._continue_prefills(step, self._continue_decodes(step))
+            blocked = self._start_waiting(step)
+        output = step.finish(self._tables.take_moves(), self._count_slots(step, blocked))
+        self._in_flight.append((output, set()))
+        return output
 
-    def update(self, output: SchedulerOutput, token_ids: abc.Sequence[int | None]) -> list[Ended]:
-        """Record a step: what was computed, and the sampled token of each scheduled sequence, None where it does not sample.
+    def dropped(self) -> abc.Set[Sequence]:
+        """Of the oldest step that is not recorded, the sequences whose tokens `update` will drop."""
+        return self._in_flight[0][1]
 
-        Returns those that end with it; their blocks are free. Tokens of sequences aborted since `schedule` are dropped.
+    def update(self, output: SchedulerOutput, sampled: abc.Sequence[Sampled]) -> list[Ended]:
+        """Record the oldest step that is not recorded: the sampled token of each scheduled sequence, None where it has none.
+
+        Returns those that end with it; their blocks are free. Tokens of sequences that were aborted or preempted since
+        `schedule` are dropped.
         """
-        assert output.scheduled is self._in_flight, "update() does not follow its schedule()"
-        self._in_flight = ()
+        assert self._in_flight[:1], "update() does not follow its schedule()"
+        expected, dropped = self._in_flight.pop(0)
+        assert output is expected, "update() does not follow its schedule()"
         ended: list[Ended] = []
-        for item, token_id in zip(output.scheduled, token_ids, strict=True):
+        beams: dict[BeamSearch, list[tuple[Sequence, Candidates]]] = {}
+        for item, token in zip(output.scheduled, sampled, strict=True):
             sequence = item.sequence
-            if self._sequences.get(sequence.request.request_id) is not sequence:
+            if dropped and sequence in dropped:
                 continue
-            assert (token_id is not None) is item.samples, (
-                f"request {sequence.request.request_id}: a token is missing or one too many"
-            )
-            sequence.num_computed_tokens += item.num_tokens
-            if token_id is not None:
-                sequence.token_ids.append(token_id)
-            elif sequence.gap:
-                continue  # a chunk: the rest of what it knows comes first
-            stop = check_stop(sequence, self._max_sequence_tokens, self._config.max_model_len)
-            if stop:
-                self._remove(sequence)
-                ended.append(Ended(sequence, stop.reason, stop.detail))
-        return ended
+            if item.num_samples == 1 and type(token) is int:
+                sequence.num_in_flight -= 1
+                token_ids = sequence.token_ids
+                token_ids.append(token)
+                if sequence.matcher is not None:
+                    _advance_grammar(sequence)
+                elif len(token_ids) < sequence.num_tokens_limit and token not in sequence.stop_token_ids:
+                    continue
+                self._end_if_over(sequence, ended)
+            elif not item.num_samples:
+                assert token is None, f"request {sequence.request.request_id}: a token too many"
+                if not sequence.gap and not self._is_in_flight(sequence):  # max_tokens 0, or it came with all it may hold
+                    self._end_if_over(sequence, ended)
+            elif sequence.beam_search is not None:
+                beams.setdefault(sequence.beam_search, []).append((sequence, token))  # type: ignore[arg-type]
+            else:
+                assert type(token) is list, f"request {sequence.request.request_id}: a token is missing"
+                self._record_choices(sequence, token, ended)
+        for rows in beams.values():
+            if end := self._forks.advance(rows):
+                self._end(end, ended)
+        return ended if self._lineup.running else ended + self._release_batch()
 
     def idle_slots(self) -> SlotCounts:
         """The slots when there is no step."""
@@ -179,136 +199,247 @@ class Scheduler:
 
     def kv_counts(self) -> KVCounts:
         """Blocks and positions as they are now."""
-        return KVCounts(
-            capacity_blocks=self._pool.num_blocks,
-            used_blocks=self._pool.num_used_blocks,
-            free_blocks=self._pool.num_free_blocks,
-            allocated_tokens=self._pool.num_used_blocks * self._pool.block_size,
-            filled_tokens=sum(sequence.num_computed_tokens for sequence in self._running),
-        )
+        return self._tables.counts(self._lineup.held)
+
+    def repair(self) -> int:
+        """When nothing is left, take back blocks that a fault has lost; how many. A service goes on, a test fails."""
+        assert self._lineup.is_empty, "there are sequences"
+        return self._tables.repair()
 
     def check(self) -> None:
         """Audit everything; AssertionError names what is wrong. For tests, and for the engine when it is idle."""
-        ahead = {item.sequence: item.num_tokens for item in self._in_flight}
-        for sequence in self._running:
-            num_tokens = sequence.num_computed_tokens + ahead.get(sequence, 0)
-            assert len(sequence.block_table) == self._pool.blocks_for(num_tokens) > 0, (
-                f"request {sequence.request.request_id} holds {len(sequence.block_table)} blocks for {num_tokens} tokens"
-            )
-        for sequence in self._waiting:
-            assert not sequence.block_table, f"request {sequence.request.request_id} waits and holds blocks"
-            assert not sequence.num_computed_tokens, f"request {sequence.request.request_id} waits and has computed tokens"
-        self._pool.check(sequence.block_table for sequence in self._running)
-        assert len(self._running) <= self._config.max_slots, f"{len(self._running)} run in {self._config.max_slots} slots"
-        assert self._running == sorted(self._running, key=_order), "running sequences are out of order"
-        assert self._waiting == sorted(self._waiting, key=_reverse_order), "waiting sequences are out of order"
-        live = {*self._running, *self._waiting}
-        assert live == set(self._sequences.values()), "a live sequence is lost or a dead one is kept"
-        assert len(live) == self.num_running + self.num_waiting, "a sequence is in two places"
+        self._lineup.check()
 
-    def _continue_running(self, scheduled: list[ScheduledSequence], preempted: dict[Sequence, int]) -> int:
-        """Schedule the running sequences in order, preempting from the end where blocks are short; returns the budget left."""
-        budget = self._config.max_num_batched_tokens
-        while len(scheduled) < len(self._running):
-            sequence = self._running[len(scheduled)]
-            num_tokens = self._chunk(sequence, budget)
-            if not num_tokens or not self._extend(sequence, num_tokens, preempted):
-                break
-            scheduled.append(self._part(sequence, num_tokens))
-            budget -= num_tokens
-        return budget
+    def _record_choices(self, root: Sequence, tokens: list[int], ended: list[Ended]) -> None:
+        for fork, token in zip(self._forks.choices(root), tokens, strict=True):
+            fork.token_ids.append(token)
+            _advance_grammar(fork)
+            self._end_if_over(fork, ended)
 
-    def _start_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> _Blocked | None:
-        """Start waiting sequences until one does not fit; why it did not, or None when nothing waits or no slot is free.
+    # Going on
 
-        One that was preempted in this step does not come back in it: it needs more than it gave up.
+    def _continue_decodes(self, step: Draft) -> list[Sequence]:
+        """Schedule the running sequences that have one token to compute, in order; returns the prefills among the others."""
+        prefills = []
+        block_size = self._config.block_size
+        scheduled, running, runs_ahead = step.scheduled, self._lineup.running, self._config.run_ahead
+        index = 0
+        while index < len(running):
+            sequence = running[index]
+            index += 1
+            computed = sequence.num_computed_tokens
+            if len(sequence.token_ids) + sequence.num_in_flight - computed != 1 or computed < sequence.num_prompt_tokens:
+                prefills.append(sequence)
+            elif runs_ahead and not _is_ready(sequence):
+                continue
+            elif sequence.beam_search is not None:
+                index = self._continue_beams(step, index - 1)
+            elif step.budget <= 0:
+                continue
+            elif (computed % block_size and not sequence.shares_tail) or self._extend(step, [sequence], 1):
+                sequence.num_computed_tokens = computed + 1
+                sequence.num_in_flight += 1
+                scheduled.append(sequence.decode or _decode(sequence))
+                step.budget -= 1
+        step.num_decodes = len(scheduled)
+        return [sequence for sequence in prefills if sequence.block_table]
+
+    def _continue_beams(self, step: Draft, first: int) -> int:
+        """Schedule the beams of one search, from place `first` on, all or none; the place behind them."""
+        running = self._lineup.running
+        search = running[first].beam_search
+        beams = list(takewhile(lambda sequence: sequence.beam_search is search, running[first:]))
+        if len(beams) <= step.budget and self._extend(step, beams, 1):
+            for beam in beams:
+                self._schedule_part(step, beam, 1)
+            return first + len(beams)
+        return min(first + len(beams), len(running))
+
+    def _continue_prefills(self, step: Draft, prefills: list[Sequence]) -> None:
+        """Compute more of prompts, or of what preempted sequences knew; the blocks were set aside when they started."""
+        for sequence in prefills:
+            if not sequence.block_table or sequence.gap <= 0 or (self._config.run_ahead and not _is_ready(sequence)):
+                continue
+            num_tokens = step.chunk(sequence, sequence.gap)
+            if num_tokens and self._extend(step, [sequence], num_tokens):
+                self._schedule_part(step, sequence, num_tokens)
+
+    def _extend(self, step: Draft, sequences: list[Sequence], num_tokens: int) -> bool:
+        """Give running sequences the blocks for their next tokens, all or none, preempting from the end of the order.
+
+        False when they themselves had to give way. What is scheduled already is never preempted: prefills have their blocks
+        set aside, and of decodes the earlier go on first.
         """
-        while self._waiting and len(self._running) < self._config.max_slots:
-            sequence = self._waiting[-1]
-            num_tokens = self._chunk(sequence, budget)
-            if not num_tokens:
-                return _Blocked.BUDGET
-            watermark = self._config.watermark_blocks if self._running else 0
-            if fit(sequence.num_tokens, self._pool, watermark) is not Fit.NOW:
-                return _Blocked.MEMORY
-            insort(self._running, self._waiting.pop(), key=_order)
-            sequence.block_table = self._pool.allocate(self._pool.blocks_for(num_tokens))
-            scheduled.append(self._part(sequence, num_tokens))
-            budget -= num_tokens
-        return None
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of its gap a sequence may compute with `budget` left.
-
-        Without chunking it is all or nothing, and a gap above the whole budget has a step to itself.
-        """
-        gap = sequence.gap
-        if gap <= budget:
-            return gap
-        if self._config.chunked_prefill:
-            return max(budget, 0)
-        return gap if budget == self._config.max_num_batched_tokens else 0
-
-    def _extend(self, sequence: Sequence, num_tokens: int, preempted: dict[Sequence, int]) -> bool:
-        """Give a running sequence the blocks for its next tokens, preempting from the end of the order while the pool is short.
-
-        False when the sequence itself had to give way. What is scheduled already comes before it and is never preempted.
-        """
-        num_missing = self._pool.blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
-        if num_missing <= 0:
-            return True
-        while num_missing > self._pool.num_free_blocks:
-            victim = self._running.pop()
-            preempted[victim] = victim.num_computed_tokens
-            self._preempt(victim)
-            if victim is sequence:
+        while self._tables.num_missing(sequences, num_tokens) > self._tables.num_available:
+            victim = self._lineup.running[-1]
+            self._preempt(step, victim)
+            if victim is sequences[-1]:
                 return False
-        sequence.block_table += self._pool.allocate(num_missing)
+        self._tables.grow(sequences, num_tokens)
         return True
 
-    def _part(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-        samples = (
-            num_tokens == sequence.gap
-            and sequence.num_output_tokens < sequence.request.params.max_tokens
-            and sequence.num_tokens < self._max_sequence_tokens
-        )
-        return ScheduledSequence(sequence, num_tokens, samples)
+    # Starting
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to waiting without blocks; it keeps its tokens and its arrival, and computes again when resumed."""
-        self._free_blocks(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.num_cached_tokens = 0
+    def _start_waiting(self, step: Draft) -> _Blocked | None:
+        """Start waiting sequences until one does not fit; why it did not, or None when nothing waits or no slot is free.
+
+        One that was preempted in this step does not come back in it, even if a window or a shared block makes room again.
+        """
+        if self._is_static and self.num_running:
+            return _Blocked.BUDGET
+        lineup = self._lineup
+        while lineup.waiting and lineup.num_slots_taken < self._config.max_slots:
+            sequence = lineup.waiting[-1]
+            if lineup.num_slots_taken + sequence.width > self._config.max_slots:
+                return _Blocked.BUDGET
+            if sequence in step.preempted:
+                return _Blocked.MEMORY
+            if blocked := self._start(step, sequence):
+                return blocked
+        return None
+
+    def _start(self, step: Draft, sequence: Sequence) -> _Blocked | None:
+        """Start the head of the waiting sequences, or say what it lacks."""
+        cached = [] if is_scoring(sequence) else self._tables.find(sequence)
+        num_computed = max(len(cached) * self._config.block_size, sequence.num_computed_tokens)
+        num_tokens = step.chunk(sequence, sequence.num_tokens - num_computed)
+        if not num_tokens:
+            return _Blocked.BUDGET
+        num_total = self._reservation.num_blocks(sequence) - sequence.num_released_blocks
+        watermark = self._config.watermark_blocks if self._lineup.running else 0
+        num_wanted = self._tables.num_wanted(num_total, cached)
+        if fit(num_wanted, self._tables.num_available, self._config.num_blocks, watermark) is not Fit.NOW:
+            return _Blocked.MEMORY
+        self._lineup.start_head()
+        self._fair_share.admitted(sequence.order[0], sequence.request.priority)
+        self._tables.start(sequence, cached, num_tokens, num_total)
+        if self._config.prefix_caching:
+            step.count_hits(sequence, len(cached) * self._config.block_size)
+        self._schedule_part(step, sequence, num_tokens)
+        return None
+
+    def _schedule_part(self, step: Draft, sequence: Sequence, num_tokens: int) -> None:
+        """Put the next tokens of a sequence, whose table covers them, into the step."""
+        step.put(sequence, num_tokens)
+        self._tables.index_full_blocks(sequence)
+
+    # Giving up
+
+    def _preempt(self, step: Draft, sequence: Sequence) -> None:
+        """Back to waiting: it keeps its tokens and its place, and its KV is swapped out or computed again."""
+        if sequence.beam_search is not None:
+            self._restart_search(step, sequence)
+            return
+        step.preempted.append(sequence)
+        self._drop_in_flight(sequence)
+        # Of a token that was dropped in flight the position before is computed again, so that it is sampled again.
+        sequence.num_in_flight = 0
+        num_computed = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+        if num_blocks := self._num_to_swap(sequence, num_computed):
+            self._tables.swap_out(sequence, num_blocks)
+            step.num_swap_preemptions += 1
+            step.num_swapped_tokens += num_computed
+        else:
+            step.num_preempted_tokens += sequence.num_computed_tokens
+        self._lineup.stop(sequence)
+        sequence.num_computed_tokens = num_computed if num_blocks else 0
+        sequence.num_released_blocks = sequence.num_released_blocks if num_blocks else 0
         sequence.num_preemptions += 1
-        insort(self._waiting, sequence, key=_reverse_order)
+        self._lineup.wait_again(sequence)
+        self._reservation.preempted()
+
+    def _num_to_swap(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """How many blocks go to host memory: there is room, and it is forced or costs less than computing them again."""
+        num_blocks = self._tables.num_to_swap(sequence, num_tokens)
+        if num_blocks is None or self._config.preemption == "recompute":
+            return None
+        swap_s, recompute_s = num_blocks * self.costs.swap_s_per_block, num_tokens * self.costs.recompute_s_per_token
+        return num_blocks if self._config.preemption == "swap" or swap_s < recompute_s else None
+
+    def _restart_search(self, step: Draft, beam: Sequence) -> None:
+        """Preempt all beams of a search. It begins again from its prompt: it has shown nothing yet, and ends the same."""
+        beams = [s for s in self._lineup.running if s.beam_search is beam.beam_search]
+        step.preempted.append(beams[0])
+        step.num_preempted_tokens += sum(s.num_computed_tokens - s.num_prompt_tokens for s in beams[1:])
+        step.num_preempted_tokens += beams[0].num_computed_tokens
+        for other in beams[1:]:
+            self._remove(other)
+        root = beams[0]
+        self._drop_in_flight(root)
+        self._lineup.stop(root)
+        assert root.beam_search is not None
+        root.restart()
+        self._lineup.wait_again(root)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return any(item.sequence is sequence for output, _ in self._in_flight for item in output.scheduled)
+
+    def _drop_in_flight(self, sequence: Sequence) -> None:
+        for _, dropped in self._in_flight:
+            dropped.add(sequence)
+
+    # Ending
+
+    def _end_if_over(self, sequence: Sequence, ended: list[Ended]) -> None:
+        if stop := check_stop(sequence, self._config.max_model_len):
+            self._end(Ended(sequence, stop.reason, stop.detail), ended)
+
+    def _end(self, end: Ended, ended: list[Ended]) -> None:
+        """Free what the sequence held; with request_level it holds slot and blocks until the batch ends."""
+        sequence = end.sequence
+        self._reservation.ended(sequence)
+        if not self._is_static:
+            self._remove(sequence)
+            ended.append(end)
+            return
+        self._drop_in_flight(sequence)
+        self._lineup.hold(end)
+
+    def _release_batch(self) -> list[Ended]:
+        """With request_level: all of a batch return together, when the last of it has ended."""
+        batch = self._lineup.ended.copy()
+        for end in batch:
+            self._remove(end.sequence)
+        return batch
 
     def _remove(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request.request_id]
-        if not _discard(self._running, sequence, _order):
-            _discard(self._waiting, sequence, _reverse_order)
-        self._free_blocks(sequence)
+        """Forget a sequence wherever it is, with all it holds and what is in flight of it."""
+        if self._lineup.remove(sequence):
+            self._drop_in_flight(sequence)
+            sequence.num_in_flight = 0
 
-    def _free_blocks(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
+    # Counting
 
-    def _count_slots(self, num_scheduled: int, num_prefills: int, blocked: _Blocked | None) -> SlotCounts:
-        num_idle = self._config.max_slots - len(self._running)
-        num_blocked = min(num_idle, len(self._waiting))
-        num_unscheduled = len(self._running) - num_scheduled
+    def _count_slots(self, step: Draft, blocked: _Blocked | None) -> SlotCounts:
+        """Where each slot of the step went. The slots of choices that share a prefill are all prefilling."""
+        num_prefills = sum(item.sequence.width for item in step.prefills)
+        lineup = self._lineup
+        num_idle = self._config.max_slots - lineup.num_slots_taken
+        num_blocked = min(num_idle, sum(s.width for s in lineup.waiting[-num_idle:])) if num_idle else 0
+        num_held_up = lineup.num_slots_taken - len(lineup.ended) - step.num_decodes - num_prefills
         return SlotCounts(
-            decode=num_scheduled - num_prefills,
+            decode=step.num_decodes,
             prefill=num_prefills,
+            finished=len(lineup.ended),
             no_memory=num_blocked if blocked is _Blocked.MEMORY else 0,
-            no_budget=num_unscheduled + (num_blocked if blocked is _Blocked.BUDGET else 0),
-            no_work=num_idle - num_blocked,
+            no_budget=num_held_up + (num_blocked if blocked is _Blocked.BUDGET else 0),
+            no_work=num_idle - (num_blocked if blocked else 0),
         )
 
 
-def _discard(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], tuple[int, int]]) -> bool:
-    """Remove a sequence from a list sorted by `key`; False when it is not in it."""
-    index = bisect_left(sequences, key(sequence), key=key)
-    is_found = index < len(sequences) and sequences[index] is sequence
-    if is_found:
-        del sequences[index]
-    return is_found
+def _advance_grammar(sequence: Sequence) -> None:
+    """Take its last token, unless that is the end, of which a grammar knows nothing."""
+    if sequence.matcher is not None and not ends_with_stop_id(sequence):
+        sequence.matcher.accept(sequence.token_ids[-1])
+
+
+def _decode(sequence: Sequence) -> ScheduledSequence:
+    sequence.decode = ScheduledSequence(sequence, 1, 1)
+    return sequence.decode
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """Running ahead: whether the next step can be decided before the last one's token is read."""
+    if not sequence.num_in_flight:
+        return True
+    return not sequence.reads_tokens and sequence.width == 1 and sequence.num_tokens < sequence.num_tokens_limit

@@ -32,7 +32,7 @@ class KVCounts:
     cached_blocks: int = 0
     free_blocks: int = 0
     allocated_tokens: int = 0
-    """Positions in used blocks."""
+    """Positions in used blocks and in blocks set aside."""
     filled_tokens: int = 0
     """Positions that hold a computed token."""
 
@@ -64,8 +64,25 @@ class StepStats:
     num_prefill_tokens: int
     num_generated_tokens: int
     num_running: int
-    """Sequences that hold a slot after the step."""
+    """Sequences that hold slots after the step: one, or one for each choice that is still to fork from it."""
+    num_slots_taken: int
     num_waiting: int
     num_preemptions: int
-    num_preempted_tokens: int
-    """Computed positions given up by preemption in this step."""
+    num_swap_preemptions: int = 0
+    """Of those, the ones by swap; the others are computed again."""
+    num_preempted_tokens: int = 0
+    """Computed positions given up by preemption in this step, to be computed again."""
+    num_swapped_tokens: int = 0
+    """Computed positions swapped out in this step."""
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_copied_blocks: int = 0
+    """Copies on write."""
+    num_prefix_queries: int = 0
+    """Tokens that sequences which started in this step knew, where the prefix cache was asked."""
+    num_prefix_hits: int = 0
+    """Of those, found in the cache."""
+    num_leaked_blocks: int = 0
+    """Blocks that a fault had lost, found and taken back when nothing was left."""
+    num_wasted_tokens: int = 0
+    """Tokens computed for sequences that ended, were aborted or preempted before these were read (run-ahead only)."""

@@ -1,328 +1,201 @@
-"""Scheduler and block pool, driven at random, against a naive model of the same rules.
+"""Scheduler and block pool, driven at random, against two naive oracles: what a request yields alone, and what every position
+of the KV cache must hold when it is read. Both are kept by tests/support/scheduler_world.py, which audits after every move.
 
-The model knows no blocks, only how many there are: it keeps plain records and works everything out from scratch at every step.
+A failing seed is repeated with `play(random.Random(seed))`.
 """
 
-from dataclasses import dataclass, field
+import random
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.block_pool import BlockPool
-from engine.config import SchedulerConfig
-from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import Ended, Scheduler, SchedulerOutput
-from engine.sequence import Sequence
+from engine.config import CHOICES, SchedulerConfig
+from engine.request import Request, SamplingParams
+from engine.scheduler import PreemptionCosts
+from tests.support.scheduler_world import GRAMMAR, World, draw_config, draw_request, play
 
-EOS = 1
-PROMPT = 0
+SEEDS = st.integers(0, 2**32)
+SCHEDULING, RESERVATION, PREEMPTION = CHOICES["scheduling"], CHOICES["reservation"], CHOICES["preemption"]
 
-Wish = tuple[int, int, int, int]
-JOB = st.tuples(
-    st.sampled_from([2, 4, 1, 3, 5, 2, 9, 16]),  # prompt tokens
-    st.sampled_from([0, 0, 3, 6]),  # output tokens of an earlier attempt
-    st.sampled_from([12, 20, 8, 14, 16, 10, 40, 3, 1, 0]),  # max_tokens
-    st.sampled_from([0, 0, 1, -1]),  # priority
+
+def examples(count: int) -> settings:
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@examples(350)
+@given(SEEDS)
+def test_whatever_happens_every_choice_ends_once_as_it_would_alone(seed: int) -> None:
+    play(random.Random(seed))
+
+
+@pytest.mark.parametrize("reservation", RESERVATION)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@examples(8)
+@given(seed=SEEDS)
+def test_every_pair_of_policies_yields_the_same_tokens(scheduling: str, reservation: str, seed: int) -> None:
+    play(random.Random(seed), scheduling=scheduling, reservation=reservation)
+
+
+def crowd(seed: int, **options: object) -> World:
+    """Six requests, two of which fit together by the time they are long."""
+    rng = random.Random(seed)
+    world = World(draw_config(rng, **options), PreemptionCosts(swap_s_per_block=0.4, recompute_s_per_token=0.5))
+    for name in range(6):
+        params = SamplingParams(max_tokens=rng.randint(7, 14), n=rng.choice([1, 1, 2]), ignore_eos=True, seed=name)
+        world.add(Request(request_id=str(name), prompt_token_ids=(5, 6, 5)[: rng.randint(1, 3)], params=params))
+    return world
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 6, 100], ids=["none", "one", "too few", "enough"])
+@pytest.mark.parametrize("preemption", PREEMPTION)
+def test_a_crowd_that_is_preempted_yields_the_same_tokens(preemption: str, num_host_blocks: int) -> None:
+    num_swapped = num_recomputed = 0
+    for seed in range(8):
+        small = {"max_slots": 6, "num_blocks": 10, "block_size": 2, "max_model_len": 60, "watermark_blocks": 0}
+        policies = {"reservation": "paged", "scheduling": "continuous", "sliding_window": None}
+        world = crowd(seed, **small, **policies, preemption=preemption, num_host_blocks=num_host_blocks)
+        while not world.is_idle:
+            output = world.step()
+            num_swapped += output.num_swap_preemptions
+            num_recomputed += len(output.preempted) - output.num_swap_preemptions
+            assert world.num_steps < 1000, "it does not end"
+        world.check_outcomes()
+
+    can_swap = preemption != "recompute" and num_host_blocks > 0
+    assert (num_swapped > 0) is can_swap
+    assert (num_recomputed > 0) is (not can_swap or num_host_blocks < 100)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("sliding_window", [3, 4])
+def test_a_crowd_that_is_swapped_out_of_its_windows_yields_the_same_tokens(sliding_window: int, run_ahead: bool) -> None:
+    num_swapped = num_released = 0
+    for seed in range(12):
+        small = {"max_slots": 6, "num_blocks": 9, "block_size": 2, "max_model_len": 60, "watermark_blocks": 0}
+        policies = {"reservation": "paged", "scheduling": "continuous", "prefix_caching": True, "preemption": "swap"}
+        options = {"sliding_window": sliding_window, "run_ahead": run_ahead, "num_host_blocks": 20}
+        world = crowd(seed, **small, **policies, **options)
+        while not world.is_idle:
+            output = world.step()
+            num_swapped += output.num_swap_preemptions
+            num_released += sum(sequence.num_released_blocks for sequence in output.preempted)
+            assert world.num_steps < 1000, "it does not end"
+        world.check_outcomes()
+
+    assert num_swapped > 0
+    assert num_released > 0
+
+
+@examples(60)
+@given(SEEDS)
+def test_running_ahead_yields_what_the_plain_loop_yields(seed: int) -> None:
+    outcomes = []
+    for run_ahead in (False, True):
+        rng = random.Random(seed)
+        config = draw_config(rng, run_ahead=run_ahead)
+        world = World(config, PreemptionCosts(0.1, 0.1))
+        drawn: list[Request] = []
+        for name in range(6):
+            drawn.append(draw_request(rng, name, drawn, config))
+            if world.accepts(drawn[-1]):
+                world.add(drawn[-1])
+        while not world.is_idle:
+            world.step()
+        outcomes.append((world.outcomes, world.beams))
+
+    assert outcomes[0] == outcomes[1]
+
+
+CONFIG = st.builds(
+    SchedulerConfig,
+    max_slots=st.integers(1, 5),
+    max_num_batched_tokens=st.sampled_from([5, 8, 40]),
+    block_size=st.sampled_from([2, 4]),
+    num_blocks=st.integers(3, 16),
+    max_model_len=st.sampled_from([20, 60]),
+    watermark_blocks=st.integers(0, 2),
+    num_host_blocks=st.sampled_from([0, 1, 4, 40]),
+    chunked_prefill=st.booleans(),
+    prefill_first=st.booleans(),
+    scheduling=st.sampled_from(SCHEDULING),
+    reservation=st.sampled_from(RESERVATION),
+    prefix_caching=st.booleans(),
+    preemption=st.sampled_from(PREEMPTION),
+    sliding_window=st.sampled_from([None, 1, 5]),
+    max_scored_tokens=st.sampled_from([2, 512]),
+    aging=st.integers(1, 5),
+    run_ahead=st.booleans(),
 )
-
-
-def token_of(name: int, index: int) -> int:
-    """The output token `index` of a job: no other job or index has it, and none is EOS."""
-    return 1000 * (name + 1) + index
-
-
-@dataclass
-class Job:
-    """What the model knows of a request."""
-
-    name: int
-    priority: int
-    num_prompt: int
-    max_tokens: int
-    outputs: list[int]
-    computed: int = 0
-    is_running: bool = False
-    is_finishing: bool = False
-    """Its next sampled token is EOS."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.priority, self.name
-
-    @property
-    def known(self) -> int:
-        return self.num_prompt + len(self.outputs)
-
-
-@dataclass
-class Plan:
-    """What a step should be."""
-
-    parts: list[tuple[int, int, bool]] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    num_preempted_tokens: int = 0
-    slots: dict[str, int] = field(default_factory=dict)
-
-
-class Model:
-    """The rules of scheduling without data structures."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.jobs: dict[int, Job] = {}
-
-    def running(self) -> list[Job]:
-        return sorted((job for job in self.jobs.values() if job.is_running), key=lambda job: job.order)
-
-    def waiting(self) -> list[Job]:
-        return sorted((job for job in self.jobs.values() if not job.is_running), key=lambda job: job.order)
-
-    def blocks(self, num_tokens: int) -> int:
-        return len(range(0, num_tokens, self.config.block_size))
-
-    def used_blocks(self, plan: Plan) -> int:
-        ahead = {name: num_tokens for name, num_tokens, _ in plan.parts}
-        return sum(self.blocks(job.computed + ahead.get(job.name, 0)) for job in self.running())
-
-    def plan(self) -> Plan:
-        plan = Plan()
-        for job in self.running():
-            num_tokens = self.chunk(job, plan)
-            if not num_tokens:
-                break
-            while job.is_running and self.used_blocks(plan) + self.growth(job, num_tokens) > self.config.num_blocks:
-                self.preempt(self.running()[-1], plan)
-            if not job.is_running:
-                break
-            self.schedule(job, num_tokens, plan)
-        idle_state = self.start_waiting(plan)
-        self.count_slots(plan, idle_state)
-        return plan
-
-    def start_waiting(self, plan: Plan) -> str:
-        for job in self.waiting():
-            if len(self.running()) == self.config.max_slots:
-                break
-            num_tokens = self.chunk(job, plan)
-            if not num_tokens:
-                return "no_budget"
-            watermark = self.config.watermark_blocks if self.running() else 0
-            if self.used_blocks(plan) + self.blocks(job.known) + watermark > self.config.num_blocks:
-                return "no_memory"
-            job.is_running = True
-            self.schedule(job, num_tokens, plan)
-        return "no_work"
-
-    def chunk(self, job: Job, plan: Plan) -> int:
-        left = self.config.max_num_batched_tokens - sum(num_tokens for _, num_tokens, _ in plan.parts)
-        gap = job.known - job.computed
-        if self.config.chunked_prefill:
-            return max(0, min(gap, left))
-        return gap if gap <= left or not plan.parts else 0
-
-    def growth(self, job: Job, num_tokens: int) -> int:
-        return self.blocks(job.computed + num_tokens) - self.blocks(job.computed)
-
-    def preempt(self, job: Job, plan: Plan) -> None:
-        plan.preempted.append(job.name)
-        plan.num_preempted_tokens += job.computed
-        job.is_running, job.computed = False, 0
-
-    def schedule(self, job: Job, num_tokens: int, plan: Plan) -> None:
-        closes = job.computed + num_tokens == job.known
-        may_grow = len(job.outputs) < job.max_tokens and job.known < self.config.max_sequence_tokens
-        plan.parts.append((job.name, num_tokens, closes and may_grow))
-
-    def count_slots(self, plan: Plan, idle_state: str) -> None:
-        states = ["idle"] * self.config.max_slots
-        ahead = {name for name, _, _ in plan.parts}
-        for slot, job in enumerate(self.running()):
-            is_decode = job.computed >= job.num_prompt and job.known - job.computed == 1
-            states[slot] = ("decode" if is_decode else "prefill") if job.name in ahead else "no_budget"
-        for _ in self.waiting():
-            if "idle" in states:
-                states[states.index("idle")] = idle_state
-        plan.slots = {state: states.count(state) for state in ("decode", "prefill", "no_memory", "no_budget")}
-        plan.slots["no_work"] = states.count("no_work") + states.count("idle")
-
-    def record(self, plan: Plan, tokens: list[int | None]) -> dict[int, tuple[FinishReason, str]]:
-        """Advance by a step; who ends and why."""
-        ended: dict[int, tuple[FinishReason, str]] = {}
-        for (name, num_tokens, _), token in zip(plan.parts, tokens, strict=True):
-            job = self.jobs.get(name)
-            if job is None:
-                continue
-            job.computed += num_tokens
-            job.outputs += [] if token is None else [token]
-            if token == EOS:
-                ended[name] = FinishReason.STOP, ""
-            elif job.computed >= job.num_prompt and len(job.outputs) == job.max_tokens:
-                ended[name] = FinishReason.LENGTH, ""
-            elif job.known == self.config.max_sequence_tokens and (token is not None or job.computed == job.known):
-                is_model = job.known == self.config.max_model_len
-                ended[name] = FinishReason.LENGTH, "model_length" if is_model else "kv_capacity"
-        for name in ended:
-            del self.jobs[name]
-        return ended
+PROMPT = st.lists(st.sampled_from([5, 6]), min_size=1, max_size=12).map(tuple)
+PARAMS = st.one_of(
+    st.builds(
+        SamplingParams,
+        max_tokens=st.integers(0, 16),
+        n=st.integers(1, 3),
+        ignore_eos=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        presence_penalty=st.sampled_from([0.0, 1.0]),
+        grammar=st.sampled_from([None, GRAMMAR]),
+    ),
+    st.builds(SamplingParams, max_tokens=st.integers(1, 12), beam_width=st.integers(2, 4), ignore_eos=st.booleans()),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Add, step, abort (also in the middle of a step) and finish, with few blocks; audited after every move."""
+    """Adds, steps, half steps and aborts in any order; hypothesis shrinks what fails."""
 
-    @initialize(
-        jobs=st.lists(JOB, min_size=4, max_size=10),
-        max_slots=st.sampled_from([5, 4, 6, 4, 3, 6, 2, 1]),
-        budget=st.sampled_from([40, 16, 8, 30, 16, 12, 5, 3, 1]),
-        block_size=st.sampled_from([2, 4, 2, 1]),
-        num_blocks=st.sampled_from([16, 12, 20, 14, 24, 18, 9, 4, 1]),
-        max_model_len=st.sampled_from([32, 24, 48, 20, 9]),
-        watermark=st.sampled_from([0, 1, 0, 2]),
-        chunked=st.booleans(),
+    @initialize(config=CONFIG)
+    def start(self, config: SchedulerConfig) -> None:
+        self.world = World(config, PreemptionCosts(0.1, 0.05))
+
+    @rule(
+        prompt=PROMPT,
+        outputs=st.lists(st.sampled_from([5, 8]), max_size=3).map(tuple),
+        params=PARAMS,
+        priority=st.integers(0, 2),
+        tenant=st.integers(0, 1),
+        salt=st.sampled_from([b"", b"a"]),
     )
-    def start(
-        self,
-        jobs: list[Wish],
-        max_slots: int,
-        budget: int,
-        block_size: int,
-        num_blocks: int,
-        max_model_len: int,
-        watermark: int,
-        chunked: bool,
+    def add(
+        self, prompt: tuple[int, ...], outputs: tuple[int, ...], params: SamplingParams, priority: int, tenant: int, salt: bytes
     ) -> None:
-        self.config = SchedulerConfig(
-            max_slots=max_slots,
-            max_num_batched_tokens=budget,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            watermark_blocks=watermark,
-            chunked_prefill=chunked,
-        )
-        self.scheduler = Scheduler(self.config, BlockPool(num_blocks, block_size))
-        self.model = Model(self.config)
-        self.sequences: dict[int, Sequence] = {}
-        self.num_added = 0
-        self.add(jobs)
-
-    @rule(jobs=st.lists(JOB, min_size=1, max_size=4))
-    def add(self, jobs: list[Wish]) -> None:
-        limit = self.config.max_sequence_tokens
-        for prompt, prior, max_tokens, priority in jobs:
-            num_prompt = 1 + (prompt - 1) % limit
-            self.add_one(num_prompt, min(prior, max(max_tokens - 1, 0), limit - num_prompt), max_tokens, priority)
-
-    def add_one(self, num_prompt: int, num_outputs: int, max_tokens: int, priority: int) -> None:
-        name, self.num_added = self.num_added, self.num_added + 1
-        outputs = [token_of(name, index) for index in range(num_outputs)]
         request = Request(
-            request_id=str(name),
-            prompt_token_ids=(PROMPT,) * num_prompt,
-            output_token_ids=tuple(outputs),
-            params=SamplingParams(max_tokens=max_tokens),
+            request_id=str(len(self.world.requests)),
+            prompt_token_ids=prompt,
+            params=params,
+            output_token_ids=() if params.beam_width or params.n > 1 else outputs,
             priority=priority,
+            tenant=tenant,
+            cache_salt=salt,
         )
-        self.sequences[name] = Sequence(request, name, frozenset({EOS}))
-        self.scheduler.add(self.sequences[name])
-        self.model.jobs[name] = Job(name, priority, num_prompt, max_tokens, outputs)
+        if max(params.n, params.beam_width) <= self.world.config.max_slots and self.world.accepts(request):
+            self.world.add(request)
 
-    @precondition(lambda self: self.model.jobs)
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.step_with_aborts([])
+            self.world.step()
 
-    @precondition(lambda self: self.model.jobs)
-    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=3))
-    def step_with_aborts(self, picks: list[int]) -> None:
-        plan = self.model.plan()
-        output = self.scheduler.schedule()
-        self.check_decision(output, plan)
-        for pick in picks:
-            self.abort(pick)
-        tokens = [self.sampled(name) if samples else None for name, _, samples in plan.parts]
-        expected = self.model.record(plan, tokens)
-        self.check_ends(self.scheduler.update(output, tokens), expected)
-        self.audit()
-
-    def sampled(self, name: int) -> int:
-        job = self.model.jobs.get(name)
-        return EOS if job is None or job.is_finishing else token_of(name, len(job.outputs))
-
-    @precondition(lambda self: self.model.jobs)
-    @rule(pick=st.integers(0, 99))
-    def abort(self, pick: int) -> None:
-        names = sorted(self.model.jobs)
-        name = names[pick % len(names)] if names else 0
-        assert self.scheduler.abort(str(name)) is (name in self.model.jobs)
-        self.model.jobs.pop(name, None)
-        self.scheduler.check()
-
-    @precondition(lambda self: self.model.jobs)
-    @rule(pick=st.integers(0, 99))
-    def finish(self, pick: int) -> None:
-        names = sorted(self.model.jobs)
-        self.model.jobs[names[pick % len(names)]].is_finishing = True
-
-    def check_decision(self, output: SchedulerOutput, plan: Plan) -> None:
-        parts = [(int(item.sequence.request.request_id), item.num_tokens, item.samples) for item in output.scheduled]
-        assert parts == plan.parts
-        assert [int(sequence.request.request_id) for sequence in output.preempted] == plan.preempted
-        assert output.num_preempted_tokens == plan.num_preempted_tokens
-        slots = {state: getattr(output.slots, state) for state in plan.slots}
-        assert slots == plan.slots
-        assert output.slots.total == self.config.max_slots
-        assert output.num_tokens == sum(num_tokens for _, num_tokens, _ in parts)
-        assert output.num_tokens <= self.config.max_num_batched_tokens or (not self.config.chunked_prefill and len(parts) == 1)
-        assert bool(parts) is bool(self.model.jobs), "there is work, and the step does nothing"
-        assert self.scheduler.kv_counts().used_blocks == self.model.used_blocks(plan)
-        self.scheduler.check()
-
-    def check_ends(self, ended: list[Ended], expected: dict[int, tuple[FinishReason, str]]) -> None:
-        assert {int(end.sequence.request.request_id): (end.reason, end.detail) for end in ended} == expected
-        for end in ended:
-            name, request = int(end.sequence.request.request_id), end.sequence.request
-            outputs = end.sequence.token_ids[len(request.prompt_token_ids) :]
-            if end.reason is FinishReason.STOP:
-                assert outputs.pop() == EOS
-            elif not end.detail:
-                assert len(outputs) == request.params.max_tokens
-            else:
-                assert end.sequence.num_tokens == self.config.max_sequence_tokens
-            assert outputs == [token_of(name, index) for index in range(len(outputs))], "a token is lost, doubled or another's"
-
-    @invariant()
-    def audit(self) -> None:
-        self.scheduler.check()
-        running, waiting = self.model.running(), self.model.waiting()
-        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (len(running), len(waiting))
-        kv = self.scheduler.kv_counts()
-        assert kv.used_blocks + kv.free_blocks == kv.capacity_blocks == self.config.num_blocks
-        assert kv.used_blocks == self.model.used_blocks(Plan())
-        assert kv.filled_tokens == sum(job.computed for job in running)
-        assert kv.allocated_tokens - kv.filled_tokens < max(1, self.config.block_size * len(running))
-        for job in self.model.jobs.values():
-            sequence = self.sequences[job.name]
-            assert sequence.token_ids == [PROMPT] * job.num_prompt + job.outputs
-            assert sequence.num_computed_tokens == job.computed
-        for first in waiting:
-            for job in running:
-                assert job.priority != first.priority or job.name < first.name, f"{job.name} overtook {first.name}"
+    @precondition(lambda self: self.world.requests)
+    @rule(at=st.integers(0, 30), between=st.booleans())
+    def abort(self, at: int, between: bool) -> None:
+        if between:
+            self.world.decide()
+        self.world.abort(self.world.requests[at % len(self.world.requests)].request_id)
+        self.world.record_due()
 
     def teardown(self) -> None:
         """Whatever happened, what is left ends, and the pool is whole."""
-        if not hasattr(self, "model"):
+        if not hasattr(self, "world"):
             return
-        for _ in range(5000):
-            if not self.model.jobs:
-                break
-            self.step(1)
-        assert not self.model.jobs, "the rest does not end"
-        assert self.scheduler.kv_counts().used_blocks == 0
+        last = self.world.num_steps + 1000
+        while not self.world.is_idle:
+            self.world.step()
+            assert self.world.num_steps < last, "the rest does not end"
+        self.world.check_outcomes()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-TestSchedulerAgainstModel = SchedulerMachine.TestCase
+SchedulerMachine.TestCase.settings = settings(examples(100), stateful_step_count=25)
+TestSchedulerMachine = SchedulerMachine.TestCase

@@ -13,7 +13,7 @@ LENGTH = Stop(FinishReason.LENGTH)
 def stop_of(
     output_token_ids: tuple[int, ...], *, num_prompt: int = 3, limit: int = 100, model: int = 100, **params: object
 ) -> Stop | None:
-    return check_stop(make_sequence(0, num_prompt, output_token_ids=output_token_ids, **params), limit, model)
+    return check_stop(make_sequence(0, num_prompt, output_token_ids=output_token_ids, limit=limit, **params), model)
 
 
 def test_a_sequence_with_room_goes_on() -> None:
@@ -41,7 +41,7 @@ def test_an_eos_at_the_end_of_the_prompt_does_not_end_it() -> None:
     sequence = make_sequence(0, 3)
     sequence.token_ids[-1] = EOS
 
-    assert check_stop(sequence, 100, 100) is None
+    assert check_stop(sequence, 100) is None
 
 
 @pytest.mark.parametrize(("num_outputs", "stop"), [(2, None), (3, STOP)])
