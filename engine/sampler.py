@@ -1,21 +1,28 @@
-"""Logits in, the next token id of each row out; a row whose logits are broken fails alone.
+"""Logits in, the next token id of each row out, with log probabilities where they are asked for; a broken row fails alone.
 
-Relies on kernels/sampling.py for random numbers and draws. Leaves to others which rows are sampled (scheduler), and what an id
-means for its sequence (stopping).
+Relies on logit_changes.py for what a request wants changed and on kernels/sampling.py for the numbers. Leaves to others which
+rows are sampled (scheduler), and what an id means for its sequence (stopping, beam).
 
-Order: banned ids, then per row greedy (temperature 0), or temperature, top-k, top-p and one draw.
+Order: log probabilities of the logits as they are; allowed ids, bias, bans and min_tokens, penalties, the grammar's mask; then
+per row greedy (temperature 0), or temperature, min-p, top-k, top-p and one draw. Rows that are treated alike form a group, and
+rows that want nothing but the largest logit none: they pay for nobody else.
 """
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.beam import num_candidates
+from engine.logit_changes import LogitChanges, is_changed, why_none_is_left
+from engine.messages import TokenLogprobs
+from engine.request import SamplingParams
 from engine.sequence import Sequence
 from kernels import sampling as kernel
-
-BROKEN = "logits: NaN, infinity or nothing above -inf; the model, its dtype or what min_tokens bans leaves no token to choose"
 
 # Most logits ranked at first; rows that need more are ranked again by themselves, so that they do not delay the others. Of 443
 # positions of real prompts (SmolLM2-135M, temperature 1) 10 % need more at top_p 0.9 and 21 % at 0.95.
@@ -26,54 +33,104 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_GPU = 1 << 26
 
 
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""Below it a temperature is 0 in float32, and so greedy."""
+
+
+class Row(NamedTuple):
+    """One token to sample. Forks of one prompt are rows of the same sequence."""
+
+    sequence: Sequence
+    choice: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
+    """Of the token among the outputs, those of earlier attempts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of a batch that are treated alike."""
+
+    rows: Tensor
+    """`[n]` int64."""
+    width: int | None
+    """How many logits are ranked at first; 0 draws from all of them without ranking, None takes the largest."""
+    has_min_p: bool
+    changes: LogitChanges | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """Rows whose log probabilities are asked for; those with beams or without."""
+
+    rows: Tensor
+    """`[n]` int64."""
+    num_top: list[int]
+    """Ascending, so that neighbours ask for about as many."""
+    order: list[int]
+    """`rows` on the host."""
+    changes: LogitChanges | None
+    """Of rows with beams: their log probabilities are changed, not their logits."""
+    is_beam: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInput:
     """Parameters of the sampled rows, in row order, on the logits' device. Make it with `of`."""
 
+    params: list[SamplingParams]
     temperature: Tensor
     """[R] float32; 0 is greedy."""
-    top_k: Tensor
-    """[R] int64; 0 is off."""
     top_p: Tensor
     """[R] float32; 1 is off."""
+    min_p: Tensor
+    """[R] float32; 0 is off."""
+    top_k: Tensor
+    """[R] int64; 0 is off."""
     seed: Tensor
     """[R] int64: a 64-bit pattern, two's complement."""
+    choice: Tensor
+    """[R] int64."""
     index: Tensor
     """[R] int64: index of the token among the outputs, those of earlier attempts included."""
-    banned: list[tuple[int, ...]]
-    """Per row, ids that must not be chosen: EOS and stop ids below min_tokens."""
-    plain_rows: Tensor
-    """int64 rows drawn from the whole distribution."""
-    top_k_rows: Tensor
-    """int64 rows drawn after top-k, and top-p if it is on."""
-    top_p_rows: Tensor
-    """int64 rows drawn after top-p alone."""
-    max_top_k: int
+    groups: tuple[_Group, ...]
+    """Rows that are drawn, changed or both; without beams."""
+    rankings: tuple[_Ranking, ...]
 
     @classmethod
-    def of(cls, sequences: Collection[Sequence], device: torch.device) -> "SamplingInput":
-        """The parameters of `sequences`, one row each; which rows take which way is settled here, on the host."""
-        params = [sequence.request.params for sequence in sequences]
+    def of(cls, rows: Collection[Row], device: torch.device, vocab_size: int | None = None) -> "SamplingInput":
+        """The parameters of `rows`; which of them go together is settled here, on the host.
 
-        def tensor(values: Collection[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        kinds = [_kind(p.temperature, p.top_k, p.top_p) for p in params]
-
-        def rows(kind: str) -> Tensor:
-            return tensor([row for row, its_kind in enumerate(kinds) if its_kind == kind], torch.int64)
-
+        `vocab_size` is the logits' width, needed where a sequence has a grammar. What a sequence that `reads_tokens` depends on
+        is read from its `token_ids` and its `matcher` as they are now.
+        """
+        rows = list(rows)
+        params = [row.sequence.request.params for row in rows]
+        # numpy reads nested lists in a third of the time that torch takes.
+        shares = np.array(
+            ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]), dtype=np.float32
+        )
+        numbers = np.array(
+            (
+                [max(p.top_k, 0) for p in params],
+                [signed64(p.seed) for p in params],
+                [row.choice for row in rows],
+                [row.index for row in rows],
+            ),
+            dtype=np.int64,
+        )
+        temperature, top_p, min_p = torch.from_numpy(shares).to(device)
+        top_k, seed, choice, index = torch.from_numpy(numbers).to(device)
         return cls(
-            temperature=tensor([p.temperature for p in params], torch.float32),
-            top_k=tensor([max(p.top_k, 0) for p in params], torch.int64),
-            top_p=tensor([p.top_p for p in params], torch.float32),
-            seed=tensor([signed64(p.seed) for p in params], torch.int64),
-            index=tensor([sequence.num_output_tokens for sequence in sequences], torch.int64),
-            banned=[_banned(sequence) for sequence in sequences],
-            plain_rows=rows("plain"),
-            top_k_rows=rows("top_k"),
-            top_p_rows=rows("top_p"),
-            max_top_k=max((p.top_k for p in params), default=0),
+            params=params,
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            seed=seed,
+            choice=choice,
+            index=index,
+            groups=_groups(rows, device, vocab_size),
+            rankings=_rankings(rows, device, vocab_size),
         )
 
 
@@ -85,17 +142,86 @@ class SamplerOutput:
     """One per row; -1 where the row failed."""
     failed: dict[int, str]
     """Row -> why it has no token."""
+    logprobs: dict[int, TokenLogprobs]
+    """Row -> log probabilities where they are asked for; tokens of probability 0 are not among `top`. Of a row with beams `top`
+    holds the likeliest continuations, without stop ids below min_tokens, and the token is the first of them."""
+
+
+class _Ranked(NamedTuple):
+    """Log probabilities of a piece of the rows, on the device."""
+
+    rows: list[int]
+    num_top: list[int]
+    chosen: Tensor
+    """`[n]` float32."""
+    top: Tensor
+    """`[n, k]` float32."""
+    ids: Tensor
+    """`[n, k]` int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What was launched and not yet read."""
+
+    token_ids: Tensor
+    """[R] int64 on the device; -1 where the row failed."""
+    _params: list[SamplingParams]
+    _ranked: list[_Ranked]
+
+    def read(self) -> SamplerOutput:
+        """Wait for the device and copy all of it to the host at once."""
+        if not self._ranked:
+            chosen, logprobs = self.token_ids.tolist(), {}
+        else:
+            # float64 holds every id and every float32.
+            parts = (part for ranked in self._ranked for part in (ranked.chosen, ranked.top, ranked.ids))
+            flat = torch.cat([self.token_ids.double(), *(part.flatten().double() for part in parts)]).cpu().numpy()
+            chosen = flat[: len(self._params)].astype(np.int64).tolist()
+            logprobs = _unpack(flat[len(self._params) :], self._ranked)
+        failed = {row: why_none_is_left(self._params[row]) for row, token_id in enumerate(chosen) if token_id < 0}
+        return SamplerOutput(chosen, failed, {row: found for row, found in logprobs.items() if row not in failed})
 
 
 def sample(logits: Tensor, sampling: SamplingInput) -> SamplerOutput:
     """Choose one id per row of `logits` [R, vocab] float32, which stay as they are; one read by the host."""
-    logits = _without_banned(logits, sampling.banned)
+    return launch(logits, sampling).read()
+
+
+def launch(logits: Tensor, sampling: SamplingInput) -> Pending:
+    """The same without the read, but for top-k and top-p, which look at the device to see whether they have ranked enough."""
     # The largest value tells of NaN too: it spreads. So this one pass serves greedy rows and finds broken ones.
-    largest, token_ids = logits.max(dim=1)
-    if sampling.plain_rows.numel() + sampling.top_k_rows.numel() + sampling.top_p_rows.numel():
-        _draw(logits, sampling, token_ids)
-    chosen: list[int] = torch.where(largest.isfinite(), token_ids, -1).tolist()
-    return SamplerOutput(chosen, {row: BROKEN for row, token_id in enumerate(chosen) if token_id < 0})
+    largest, token_ids = kernel.largest(logits)
+    drawn = any(group.width is not None for group in sampling.groups)
+    uniform = kernel.uniform(sampling.seed, sampling.choice, sampling.index) if drawn else None
+    for group in sampling.groups:
+        for start, rows in _pieces(group.rows, logits):
+            values = logits.index_select(0, rows)  # four times as fast as logits[rows]
+            if group.changes:
+                group.changes.apply(values, start)
+                # No change mends a broken row: NaN stays, and infinity stays or becomes NaN.
+                largest[rows], token_ids[rows] = kernel.largest(values)
+            if group.width is not None:
+                assert uniform is not None
+                token_ids[rows] = _draw(values, sampling, group, rows, uniform[rows])
+    ranked = [piece for ranking in sampling.rankings for piece in _rank_all(logits, ranking, token_ids, largest)]
+    return Pending(torch.where(largest.isfinite(), token_ids, -1), sampling.params, ranked)
+
+
+def score(logits: Tensor, target_ids: Collection[int], num_top: Collection[int]) -> list[TokenLogprobs]:
+    """Log probabilities of given tokens: row i of `logits` [P, vocab] scores `target_ids[i]` and its `num_top[i]` likeliest.
+
+    Computed in pieces, so that it needs little memory beside the logits, of any float dtype. Rows of NaN give NaN.
+    """
+    targets = torch.tensor(list(target_ids), dtype=torch.int64, device=logits.device)
+    tops, order = list(num_top), list(range(len(logits)))
+    scored: list[TokenLogprobs] = []
+    for start, ids in _pieces(targets, logits):
+        stop = start + len(ids)
+        found = _rank(logits[start:stop].float().log_softmax(1), order[start:stop], tops[start:stop], ids)
+        flat = torch.cat([part.flatten().double() for part in found[2:]]).cpu().numpy()
+        scored.extend(_unpack(flat, [found]).values())
+    return scored
 
 
 def signed64(seed: int) -> int:
@@ -103,30 +229,23 @@ def signed64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _draw(logits: Tensor, sampling: SamplingInput, token_ids: Tensor) -> None:
-    """Write the ids of the random rows into `token_ids` [R]."""
-    uniform = kernel.uniform(sampling.seed, sampling.index)
-
-    def plain(rows: Tensor) -> Tensor:
-        return kernel.draw(logits[rows], sampling.temperature[rows], uniform[rows])
-
-    def truncated(width: int) -> Callable[[Tensor], Tensor]:
-        parameters = (sampling.temperature, sampling.top_k, sampling.top_p, uniform)
-        return lambda rows: kernel.draw_truncated(logits[rows], *(p[rows] for p in parameters), width=width)
-
-    chunk = max(1, _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_GPU) // logits.shape[1])
-    for group, choose in (
-        (sampling.plain_rows, plain),
-        (sampling.top_k_rows, truncated(min(sampling.max_top_k + 1, _MAX_WIDTH))),
-        (sampling.top_p_rows, truncated(_MAX_WIDTH)),
-    ):
-        for rows in torch.split(group, chunk):
-            if rows.numel():
-                token_ids[rows] = choose(rows)
-
-
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
-"""Below it a temperature is 0 in float32, and so greedy."""
+def _groups(rows: list[Row], device: torch.device, vocab_size: int | None) -> tuple[_Group, ...]:
+    """Rows by how they are drawn and whether their logits are changed; rows of neither kind are in none."""
+    found: defaultdict[tuple[str, bool, bool], list[int]] = defaultdict(list)
+    for row, (sequence, _, index) in enumerate(rows):
+        params = sequence.request.params
+        changed = is_changed(sequence, index)
+        kind = _kind(params.temperature, params.top_k, params.top_p)
+        if (changed or kind != "greedy") and not params.beam_width:
+            found[kind, params.min_p > 0 and kind != "greedy", changed].append(row)
+    groups = []
+    for (kind, has_min_p, changed), members in found.items():
+        widths = {"greedy": None, "plain": 0, "top_p": _MAX_WIDTH}
+        if kind == "top_k":
+            widths[kind] = min(max(rows[row].sequence.request.params.top_k for row in members) + 1, _MAX_WIDTH)
+        changes = LogitChanges.of([(rows[r].sequence, rows[r].index) for r in members], device, vocab_size) if changed else None
+        groups.append(_Group(torch.tensor(members, device=device), widths[kind], has_min_p, changes))
+    return tuple(groups)
 
 
 def _kind(temperature: float, top_k: int, top_p: float) -> str:
@@ -137,15 +256,73 @@ def _kind(temperature: float, top_k: int, top_p: float) -> str:
     return "top_p" if top_p < 1 else "plain"
 
 
-def _banned(sequence: Sequence) -> tuple[int, ...]:
-    is_below = sequence.num_output_tokens < sequence.request.params.min_tokens
-    return tuple(sorted(sequence.stop_token_ids)) if is_below else ()
+def _rankings(rows: list[Row], device: torch.device, vocab_size: int | None) -> tuple[_Ranking, ...]:
+    """Rows with beams, and other rows that ask for log probabilities."""
+    found: defaultdict[bool, list[tuple[int, int]]] = defaultdict(list)
+    for row, (sequence, _, _) in enumerate(rows):
+        params = sequence.request.params
+        if params.beam_width:
+            found[True].append((num_candidates(params.beam_width, len(sequence.stop_token_ids)), row))
+        elif params.logprobs is not None:
+            found[False].append((params.logprobs, row))
+    rankings = []
+    for is_beam, members in found.items():
+        num_top, order = [list(column) for column in zip(*sorted(members), strict=True)]
+        changes = LogitChanges.of([(rows[r].sequence, rows[r].index) for r in order], device, vocab_size) if is_beam else None
+        rankings.append(_Ranking(torch.tensor(order, device=device), num_top, order, changes, is_beam))
+    return tuple(rankings)
 
 
-def _without_banned(logits: Tensor, banned: list[tuple[int, ...]]) -> Tensor:
-    """A copy of `logits` with the banned ids at -inf; `logits` itself where nothing is banned."""
-    pairs = [(row, token_id) for row, ids in enumerate(banned) for token_id in ids if 0 <= token_id < logits.shape[1]]
-    if not pairs:
-        return logits
-    rows, ids = torch.tensor(pairs, device=logits.device).T
-    return logits.index_put((rows, ids), torch.tensor(-torch.inf, device=logits.device))
+def _pieces(rows: Tensor, logits: Tensor) -> list[tuple[int, Tensor]]:
+    """`rows` in pieces that are worked on at once, each with where it starts."""
+    size = max(1, _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_GPU) // logits.shape[1])
+    return [(start, rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _draw(values: Tensor, sampling: SamplingInput, group: _Group, rows: Tensor, uniform: Tensor) -> Tensor:
+    """Ids [n] drawn for `rows` [n] of a group, whose changed logits are `values` [n, vocab]."""
+    temperature = sampling.temperature[rows]
+    min_p = sampling.min_p[rows] if group.has_min_p else None
+    if not group.width:
+        return kernel.draw(values, temperature, uniform, min_p=min_p)
+    top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
+    return kernel.draw_truncated(values, temperature, top_k, top_p, uniform, min_p=min_p, width=group.width)
+
+
+def _rank_all(logits: Tensor, ranking: _Ranking, token_ids: Tensor, largest: Tensor) -> list[_Ranked]:
+    """Log probabilities piece by piece; rows with beams get their token here."""
+    found = []
+    for start, rows in _pieces(ranking.rows, logits):
+        log_probs = logits.index_select(0, rows).log_softmax(1)
+        order, num_top = (part[start : start + len(rows)] for part in (ranking.order, ranking.num_top))
+        if ranking.changes:
+            ranking.changes.apply(log_probs, start)
+        piece = _rank(log_probs, order, num_top, None if ranking.is_beam else token_ids[rows])
+        if ranking.is_beam:
+            token_ids[rows], largest[rows] = piece.ids[:, 0], piece.chosen
+        found.append(piece)
+    return found
+
+
+def _rank(log_probs: Tensor, rows: list[int], num_top: list[int], token_ids: Tensor | None) -> _Ranked:
+    """Those of `token_ids` [n], or of the likeliest, and as many of the likeliest as the row that wants most asks for."""
+    top, ids = kernel.top(log_probs, max(num_top))
+    chosen = top[:, 0] if token_ids is None else log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return _Ranked(rows, num_top, chosen, top, ids)
+
+
+def _unpack(flat: np.ndarray, ranked: list[_Ranked]) -> dict[int, TokenLogprobs]:
+    """Row -> log probabilities, from what `ranked` holds on the device, laid end to end."""
+    found: dict[int, TokenLogprobs] = {}
+    for rows, num_top, *tensors in ranked:
+        sizes = np.cumsum([tensor.numel() for tensor in tensors])
+        chosen, top, ids = (
+            part.reshape(tensor.shape) for part, tensor in zip(np.split(flat[: sizes[-1]], sizes[:-1]), tensors, strict=True)
+        )
+        flat = flat[sizes[-1] :]
+        is_possible = top > -np.inf
+        for i, (row, count) in enumerate(zip(rows, num_top, strict=True)):
+            keep = is_possible[i, :count]
+            likeliest = zip(ids[i, :count][keep].astype(np.int64).tolist(), top[i, :count][keep].tolist(), strict=True)
+            found[row] = TokenLogprobs(float(chosen[i]), tuple(likeliest))
+    return found
