@@ -7,6 +7,7 @@ kernels/dispatch.py; loading is left to model.py.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from engine.batch import ModelInput, flatten
+from engine.batch import ModelInput, build
+from engine.decision import ScheduledSequence
 from engine.errors import ModelUnsupported
-from engine.geometry import ModelGeometry
+from engine.geometry import ModelGeometry, layer_windows
 from engine.kv_cache import KVCache
 from engine.request import Request
-from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
 from kernels.dispatch import AttentionKernels
 
@@ -95,9 +96,9 @@ def _attention(
     layer: int = module.layer_idx
     if step.observer is not None:
         step.observer(layer, key, value, {"attention_mask": attention_mask, "sliding_window": sliding_window, **others})
-    kv_cache_layer = step.kv_cache.layers[layer]
+    kv_cache_layer, kv_scales = step.kv_cache.layers[layer], step.kv_cache.scales[layer]
     new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    step.kernels.write_kv(new_key, new_value, kv_cache_layer, step.batch.slot_mapping, step.plan)
+    step.kernels.write_kv(new_key, new_value, kv_cache_layer, step.batch.slot_mapping, step.plan, kv_scales=kv_scales)
     output = step.kernels.paged_attention(
         query[0].transpose(0, 1),
         kv_cache_layer,
@@ -109,6 +110,7 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
         plan=step.plan,
+        kv_scales=kv_scales,
     )
     return output.unsqueeze(0), None
 
@@ -180,12 +182,10 @@ class _Watch:
         called = [layer for layer in layers if len(self.windows.get(layer, ())) == 1]
         if len(called) != len(layers) or len(self.windows) != len(layers):
             return f"{len(called)} of its {len(layers)} layers call the attention function exactly once in a forward pass"
-        size = getattr(config, "sliding_window", None)
-        matters = size is not None and size < self.geometry.max_model_len
-        for layer in layers:
-            slides = kinds[layer] == "sliding_attention" if kinds else matters
-            if matters and slides != (self.windows[layer][0] is not None):
-                return f"layer {layer} {'does not pass' if slides else 'passes'} its sliding window of {size} to attention"
+        for layer, window in enumerate(layer_windows(config, self.geometry.max_model_len)):
+            (passed,) = self.windows[layer]
+            if passed != window and min(passed or math.inf, window or math.inf) < self.geometry.max_model_len:
+                return f"layer {layer} passes a sliding window of {passed} to attention where its configuration says {window}"
         return None
 
 
@@ -204,7 +204,9 @@ def _difference(model: Any, geometry: ModelGeometry, kernels: AttentionKernels, 
     """Why the model's logits through our attention are not its own, or None."""
     sequences = [
         Sequence(
-            Request(request_id="probe", prompt_token_ids=_probe_ids(row, sum(counts), geometry.vocab_size)), row, frozenset()
+            Request(request_id="probe", prompt_token_ids=probe_ids(row, sum(counts), geometry.vocab_size)),
+            (0, row, 0),
+            frozenset(),
         )
         for row, counts in enumerate(zip(*_PROBE_STEPS, strict=True))
     ]
@@ -223,7 +225,8 @@ def _difference(model: Any, geometry: ModelGeometry, kernels: AttentionKernels, 
     return None
 
 
-def _probe_ids(row: int, length: int, vocab_size: int) -> tuple[int, ...]:
+def probe_ids(row: int, length: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt to try a model on; another one for each `row`."""
     return tuple((7919 * (position + 31 * row + 1)) % vocab_size for position in range(length))
 
 
@@ -233,18 +236,19 @@ def _run_paged(
     """All logits, sequence after sequence, computed in chunks; `watch` sees the first step."""
     num_blocks = sum(len(table) for table in _PROBE_TABLES)
     kv_cache = KVCache(geometry, num_blocks, _PROBE_BLOCK_SIZE, model.dtype, model.device)
-    kv_cache.tensor.fill_(torch.nan)
+    kv_cache.blocks.fill_(-1)  # NaN
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for sequence, table in zip(sequences, _PROBE_TABLES, strict=True):
         sequence.block_table = table
     for counts in _PROBE_STEPS:
-        items = [ScheduledSequence(sequence, count, False) for sequence, count in zip(sequences, counts, strict=True)]
-        batch = flatten(items, _PROBE_BLOCK_SIZE, model.device)
+        items = [ScheduledSequence(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.num_computed_tokens += count
+        batch = build(items, _PROBE_BLOCK_SIZE, model.device)
         batch = replace(batch, logits_indices=torch.arange(sum(counts), device=model.device))
         logits = forward(model, batch, kv_cache, kernels, None if watch.windows else watch)
-        for sequence, count, own, part in zip(sequences, counts, rows, torch.split(logits, list(counts)), strict=True):
+        for own, part in zip(rows, torch.split(logits, list(counts)), strict=True):
             own.append(part)
-            sequence.num_computed_tokens += count
     return torch.cat([part for own in rows for part in own])
 
 

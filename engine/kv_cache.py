@@ -1,17 +1,22 @@
-"""The KV cache's tensor, and how many blocks of it fit in memory.
+"""The KV cache's tensors, what moves between its blocks, and how many blocks fit in memory.
 
-One tensor for all layers, `[num_blocks + 1, num_layers, 2, block_size, num_kv_heads, head_dim]`, so that a block moves in one
-piece; layers see strided views of it. Block 0 is the null block that padding points at. Which block belongs to whom is
-`BlockPool`'s business; measuring memory is the runner's.
+A block is a row of bytes that holds all layers, `[num_layers, 2, block_size, num_kv_heads, head_dim]`, and in int8 its scales
+behind them, `[num_layers, 2, block_size, num_kv_heads]` float32, so that a block moves in one piece; layers see strided views.
+Block 0 is the null block that padding points at. Which block belongs to whom is `BlockPool`'s business; the road to host memory
+is engine/host_pool.py's; measuring memory is the runner's.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.decision import Moves
 from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
+from engine.host_pool import HostPool, StreamedHostPool, columns
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -19,24 +24,62 @@ MIB = 1 << 20
 CPU_FRACTION, CPU_MOST_BYTES = 0.25, 4 * GIB
 # On a GPU the rest is for fragmentation and for what libraries allocate later.
 GPU_FRACTION = 0.9
+# Without --swap-blocks a GPU's worker takes a quarter of the free host memory and at most 4 GiB.
+HOST_FRACTION, HOST_MOST_BYTES = 0.25, 4 * GIB
+SCALE_DTYPE = torch.float32
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Bytes of one position's keys and values over all layers."""
-    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+    """Bytes of one position's keys and values over all layers, in int8 with their scales."""
+    vector_bytes = geometry.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype == torch.int8 else 0)
+    return 2 * geometry.num_layers * geometry.num_kv_heads * vector_bytes
 
 
 class KVCache:
-    """The tensor and its views per layer. Uninitialised: only what was written may be read."""
+    """The blocks on the device and in host memory. Uninitialised: only what was written may be read."""
 
     def __init__(
-        self, geometry: ModelGeometry, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: ModelGeometry,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
-        """Allocate `num_blocks` usable blocks and the null block."""
-        shape = (num_blocks + 1, geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_dim)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        """Allocate `num_blocks` usable blocks, the null block, and `num_host_blocks` in host memory, page-locked for a GPU."""
+        positions = (geometry.num_layers, 2, block_size, geometry.num_kv_heads)
+        word = torch.int64  # block_size is a multiple of 8, and so is a block's size in bytes
+        num_words = kv_bytes_per_token(geometry, dtype) * block_size // word.itemsize
+        self.blocks = torch.empty((num_blocks + 1, num_words), dtype=word, device=device)
+        """`[num_blocks + 1, words]` int64, a block a row. Filled with -1 every number of every dtype but int8 is NaN."""
+        numbers = math.prod(positions) * geometry.head_dim * dtype.itemsize // word.itemsize
+        self.tensor = self.blocks[:, :numbers].view(dtype).view(-1, *positions, geometry.head_dim)
+        """`[num_blocks + 1, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
         self.layers = self.tensor.unbind(1)
         """Per layer a view `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`."""
+        self.scales: tuple[Tensor | None, ...] = (None,) * geometry.num_layers
+        """Per layer a view `[num_blocks + 1, 2, block_size, num_kv_heads]`, for int8 only."""
+        if dtype == torch.int8:
+            self.scales = self.blocks[:, numbers:].view(SCALE_DTYPE).view(-1, *positions).unbind(1)
+        pool = HostPool if device.type == "cpu" else StreamedHostPool
+        self.host_pool = pool(self.blocks, num_host_blocks)
+
+    def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
+        """Move blocks in this order: out, copied, in. A freed block may be filled by what comes later.
+
+        Args:
+            swapped_out: (device block, host block).
+            copied: (source, target), both on the device; no target is the source of another.
+            swapped_in: (host block, device block).
+        """
+        if swapped_out:
+            self.host_pool.swap_out(swapped_out)
+        if copied:
+            sources, targets = columns(copied, self.blocks.device)
+            self.blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
+        if swapped_in:
+            self.host_pool.swap_in(swapped_in)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +90,8 @@ class Memory:
     total_bytes: int
     free_bytes: int
     """Free with the weights loaded."""
+    host_free_bytes: int
+    """Free in the host's memory; on a CPU the same memory."""
     weights_bytes: int
     activation_bytes: int
     """Peak of one step beside weights and cache."""
@@ -79,19 +124,40 @@ class Memory:
             )
         return blocks
 
-    def table(self, num_blocks: int) -> str:
+    def num_host_blocks(self, config: EngineConfig, num_blocks: int) -> int:
+        """Blocks in host memory beside `num_blocks` usable ones: what was asked for, or the default for the device.
+
+        Raises:
+            OutOfMemory: what was asked for does not fit.
+        """
+        beside = self.activation_bytes + (num_blocks + 1) * self.block_bytes if self.device == "cpu" else 0
+        most = max(0, self.host_free_bytes - beside) // self.block_bytes
+        if config.swap_blocks is None:
+            size = 0 if self.device == "cpu" else min(int(HOST_FRACTION * self.host_free_bytes), HOST_MOST_BYTES)
+            return min(size // self.block_bytes, most)
+        if config.swap_blocks > most:
+            raise OutOfMemory(
+                f"swap_blocks: {config.swap_blocks} blocks of {self.block_bytes} bytes are asked for and the host's memory "
+                f"has room for {most}; lower it, or free memory on the host\n{self.table(num_blocks, config.swap_blocks)}"
+            )
+        return config.swap_blocks
+
+    def table(self, num_blocks: int, num_host_blocks: int = 0) -> str:
         """Lines for people: where the memory goes, and what the cache holds."""
         tokens = num_blocks * self.block_size
-        rows = (
+        rows: tuple[tuple[str, int, str], ...] = (
             ("total", self.total_bytes, self.device),
             ("weights", self.weights_bytes, ""),
             ("free after loading", self.free_bytes, ""),
             ("peak activations", self.activation_bytes, ""),
             ("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks} blocks of {self.block_size} = {tokens} tokens"),
         )
-        lines = [f"{name:<18} {size / MIB:>10.1f} MiB  {note}".rstrip() for name, size, note in rows]
+        if num_host_blocks:
+            note = f"{num_host_blocks} blocks, of {self.host_free_bytes / MIB:.1f} MiB free on the host"
+            rows += (("swapped KV, on host", num_host_blocks * self.block_bytes, note),)
+        lines = [f"{name:<19} {size / MIB:>10.1f} MiB  {note}".rstrip() for name, size, note in rows]
         longest = min(tokens, self.max_model_len)
-        return "\n".join([*lines, f"{'per token':<18} {self.token_bytes:>10} B    longest sequence {longest} tokens"])
+        return "\n".join([*lines, f"{'per token':<19} {self.token_bytes:>10} B    longest sequence {longest} tokens"])
 
     def _wanted(self, config: EngineConfig, max_slots: int, room: int) -> int:
         if config.kv_blocks is not None:

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine import gguf
 from engine.errors import ConfigError, ModelUnsupported, OutOfMemory, one_line
-from engine.geometry import ModelGeometry
+from engine.geometry import ModelGeometry, layer_windows
 from engine.model_cache import made_once
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.shard import Shard
 
 _logger = logging.getLogger(__name__)
 
@@ -72,42 +74,65 @@ def tokenizer_dir(directory: Path) -> Path:
     return made_once(f"{directory.name}-tokenizer-{key}", lambda target: _export_tokenizer(directory, target))
 
 
-def load(directory: Path, device: "torch.device", dtype: "torch.dtype") -> Any:
-    """The model in `directory` on `device`, for inference, with attention left to the function "slotmill".
+def check(directory: Path, shard: "Shard | None" = None) -> None:
+    """Refuse what the configuration alone shows: no decoder-only causal language model, or one that cannot be cut so.
 
-    Raises `ModelUnsupported` for what is no decoder-only causal language model, with the reason; `ConfigError` when weights are
-    missing, torn or of other shapes; `OutOfMemory` when they do not fit.
+    Raises `ModelUnsupported`, before any weight is read.
+    """
+    try:
+        with _quiet():
+            config = _transformers().AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of every kind, where config.json is malformed
+        raise ModelUnsupported(f"model: transformers does not know {directory}: {one_line(error)}") from error
+    architectures, causal = config.architectures or (), _transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not architectures:
+        reason = "config.json names no architectures"
+    elif config.is_encoder_decoder:
+        reason = "it is an encoder-decoder model"
+    elif causal is None or not any(name == causal.__name__ or name.endswith(_DECODER_NAMES) for name in architectures):
+        reason = "it is no causal language model of text"
+    elif causal._is_stateful:
+        reason = "it keeps a recurrent state beside its KV cache"
+    else:
+        if shard and shard.size > 1:
+            shard.kv_heads(config.get_text_config(decoder=True))
+        return
+    raise ModelUnsupported(f"model: {'/'.join(architectures) or directory} cannot be served: {reason}")
+
+
+def load(directory: Path, device: "torch.device", dtype: "torch.dtype", shard: "Shard | None" = None) -> Any:
+    """The model in `directory`, for inference, with attention left to the function "slotmill".
+
+    It is on `device`, whole, or the part that `shard` names, which has joined the others. Raises `ModelUnsupported` for what is
+    no decoder-only causal language model, with the reason; `ConfigError` when weights are missing, torn or of other shapes;
+    `OutOfMemory` when they do not fit.
     """
     import torch
     from safetensors import SafetensorError
 
     import engine.attention  # noqa: F401 - registers "slotmill"
 
-    with _quiet():
-        _check_config(directory)
-        try:
+    check(directory, shard)
+    whole = {"device_map": None if device.type == "cpu" else {"": device}}
+    placement = shard.loading_options() if shard and shard.size > 1 else whole
+    try:
+        with _quiet():
             model, report = _transformers().AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
                 attn_implementation="slotmill",
-                device_map=None if device.type == "cpu" else {"": device},
+                **placement,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report, and refused below by name
             )
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"model: the weights in {directory} do not fit on {device}; take a smaller model or dtype"
-            ) from error
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise _incomplete(directory, one_line(error)) from error
-        except Exception as error:  # of every kind, where transformers trips over a model
-            if isinstance(error, KeyError) and error.args == ("slotmill",):  # it looks our name up among classes of its own
-                raise ModelUnsupported(
-                    f"model: {directory} computes attention with code of its own, which has no paged cache"
-                ) from error
-            raise ModelUnsupported(f"model: transformers cannot load {directory}: {one_line(error)}") from error
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"model: the weights in {directory} do not fit on {device}; take a smaller model or dtype") from error
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _incomplete(directory, one_line(error)) from error
+    except Exception as error:  # of every kind, where transformers trips over a model
+        raise _unloadable(directory, error) from error
     for tensor, found, expected in sorted(report["mismatched_keys"]):
         raise _incomplete(directory, f"{tensor} is of shape {list(found)} and should be {list(expected)}")
     if missing := sorted(report["missing_keys"]):
@@ -117,8 +142,11 @@ def load(directory: Path, device: "torch.device", dtype: "torch.dtype") -> Any:
     return model.eval().requires_grad_(False)
 
 
-def geometry(model: Any) -> ModelGeometry:
-    """The geometry of a loaded model. Raises `ModelUnsupported` where layers differ in shape, or no length is named."""
+def geometry(model: Any, shard: "Shard | None" = None) -> ModelGeometry:
+    """The geometry of a loaded model, or of a part of it.
+
+    Raises `ModelUnsupported` where layers differ in shape, or no length is named.
+    """
     config = model.config.get_text_config(decoder=True)
     try:
         num_query_heads = config.num_attention_heads
@@ -133,13 +161,16 @@ def geometry(model: Any) -> ModelGeometry:
             )
     if not isinstance(num_kv_heads, int) or num_query_heads % num_kv_heads:
         raise ModelUnsupported(f"num_key_value_heads: {num_kv_heads} for {num_query_heads} query heads; groups must be even")
+    max_model_len = _max_model_len(config)
+    windows = layer_windows(config, max_model_len)
     return ModelGeometry(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=shard.kv_heads(config) if shard else num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config),
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(model.generation_config, model.config, config),
+        sliding_window=None if None in windows else max(window for window in windows if window is not None),
     )
 
 
@@ -214,30 +245,16 @@ def _export_tokenizer(directory: Path, target: Path) -> None:
         raise ModelUnsupported(f"model: {directory} has no fast tokenizer ({type(tokenizer).__name__}); add a tokenizer.json")
 
 
-def _check_config(directory: Path) -> None:
-    """Refuse, before any weight is read, what the configuration shows to be no decoder-only causal language model."""
-    try:
-        config = _transformers().AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of every kind, where config.json is malformed
-        raise ModelUnsupported(f"model: transformers does not know {directory}: {one_line(error)}") from error
-    architectures, causal = config.architectures or (), _transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not architectures:
-        reason = "config.json names no architectures"
-    elif config.is_encoder_decoder:
-        reason = "it is an encoder-decoder model"
-    elif causal is None or not any(name == causal.__name__ or name.endswith(_DECODER_NAMES) for name in architectures):
-        reason = "it is no causal language model of text"
-    elif causal._is_stateful:
-        reason = "it keeps a recurrent state beside its KV cache"
-    else:
-        return
-    raise ModelUnsupported(f"model: {'/'.join(architectures) or directory} cannot be served: {reason}")
-
-
 def _incomplete(directory: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"model: the weights in {directory} are incomplete or do not fit its config.json ({reason}); fetch them again"
     )
+
+
+def _unloadable(directory: Path, error: Exception) -> ModelUnsupported:
+    if isinstance(error, KeyError) and error.args == ("slotmill",):  # it looks our name up among classes of its own
+        return ModelUnsupported(f"model: {directory} computes attention with code of its own, which has no paged cache")
+    return ModelUnsupported(f"model: transformers cannot load {directory}: {one_line(error)}")
 
 
 def _max_model_len(config: Any) -> int:

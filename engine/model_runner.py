@@ -6,70 +6,97 @@ the input. What is in a step is the scheduler's decision; choosing tokens from t
 
 import ctypes
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
-from engine import attention, model
-from engine.batch import ModelInput, flatten
-from engine.config import EngineConfig, SchedulerConfig
+from engine import attention, invariant, model
+from engine.batch import ModelInput, build, sampled_rows
+from engine.config import EngineConfig, SchedulerConfig, usable_cores
+from engine.decision import Moves, ScheduledSequence
 from engine.errors import ConfigError, OutOfMemory
 from engine.kv_cache import KVCache, Memory, kv_bytes_per_token
 from engine.request import Request, SamplingParams
-from engine.sampler import sample
-from engine.scheduler import ScheduledSequence
+from engine.sampler import SamplingInput, sample
 from engine.sequence import Sequence
+from engine.shard import WHOLE, Shard, weights_bytes
 from kernels.dispatch import attention_kernels
 
 # Least bytes of device memory -> (max_slots, token_budget), largest first.
 _GPU_DEFAULTS = ((79_000_000_000, (1024, 16_384)), (39_000_000_000, (512, 8192)), (0, (256, 4096)))
 _CPU_DEFAULTS = (64, 2048)
 _WATERMARK = 0.01
+# Rows of logits that prompts may ask for in one step beside one for each slot: 100 MB with a vocabulary of 50 000.
+_MAX_SCORED_TOKENS = 512
 _PROFILE_BLOCK_SIZE = 16
 
 
 class ModelRunner:
     """Everything of one engine that touches tensors. Building one takes as long as loading the model."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load, prove and size.
+    def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
+        """Load, prove and size the model, or one part of it.
 
         Raises:
             ConfigError: an option cannot work with this model or machine.
             ModelUnsupported: the model would answer wrongly; with the reason.
             OutOfMemory: weights, activations and cache do not fit; with the table and what would.
         """
-        self.device = _device(config.device)
+        self._shard = shard
+        self.device = _device(shard.place(config.device))
         if self.device.type == "cpu":
-            torch.set_num_threads(config.num_threads or _usable_cores())
+            torch.set_num_threads(config.num_threads or max(1, usable_cores() // shard.size))
             _keep_freed_memory()
         self.dtype = _dtype(config.dtype, self.device)
         directory = model.resolve(config.model)
         self.tokenizer_dir = model.tokenizer_dir(directory)
-        self._model = model.load(directory, self.device, self.dtype)
-        self.geometry = model.geometry(self._model)
-        self._kernels = attention_kernels(self.device)
+        self._model = model.load(directory, self.device, self.dtype, shard)
+        self.geometry = model.geometry(self._model, shard)
+        self._kernels = attention_kernels(self.device, batch_invariant=config.batch_invariant)
         attention.probe(self._model, self.geometry, self._kernels)
-        self.kv_bytes_per_token = kv_bytes_per_token(self.geometry, self.dtype)
+        self._tile_rows = invariant.tile_rows(self._model) if config.batch_invariant else None
+        if self._tile_rows:
+            invariant.probe(self._model, self.geometry, self._kernels, self._tile_rows)
+        self.kv_dtype = torch.int8 if config.kv_dtype == "int8" else self.dtype
+        self.kv_bytes_per_token = kv_bytes_per_token(self.geometry, self.kv_dtype)
         self._allocate(config)
+        self.swap_s_per_block = self._kv_cache.host_pool.swap_s_per_block()
+        """Seconds of one block to host memory and back, measured; infinity without host blocks."""
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput) -> Tensor:
         """Logits `[R, vocab_size]` float32 of the rows that are sampled; R may be 0. Keys and values are stored on the way."""
+        if self._tile_rows:
+            return invariant.forward(self._model, model_input, self._kv_cache, self._kernels, self._tile_rows)
         return attention.forward(self._model, model_input, self._kv_cache, self._kernels)
+
+    @torch.inference_mode()
+    def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
+        """Move KV blocks before the step that needs them, as `KVCache.move`."""
+        self._kv_cache.move(swapped_out, copied, swapped_in)
+
+    def close(self) -> None:
+        """Let go of what does not end with the process: nothing, where one process computes the whole model."""
 
     def memory_table(self) -> str:
         """Lines for people: where the memory goes, and what the cache holds."""
-        return self._memory.table(self.scheduler_config.num_blocks)
+        return self._memory.table(self.scheduler_config.num_blocks, self.scheduler_config.num_host_blocks)
 
     def _allocate(self, config: EngineConfig) -> None:
         max_model_len = _max_model_len(config, self.geometry.max_model_len)
         max_slots, token_budget = _limits(config, self.device, max_model_len)
-        self._memory = self._measure(config.block_size, max_slots, token_budget, max_model_len)
-        num_blocks = self._memory.num_blocks(config, max_slots)
-        self._kv_cache = KVCache(self.geometry, num_blocks, config.block_size, self.dtype, self.device)
+        max_scored_tokens = min(_MAX_SCORED_TOKENS, token_budget)
+        self._memory = self._measure(config.block_size, max_slots, token_budget, max_scored_tokens, max_model_len)
+        num_blocks = self._shard.agree(self._memory.num_blocks(config, max_slots))
+        num_host_blocks = self._shard.agree(self._memory.num_host_blocks(config, num_blocks))
+        if config.preemption == "swap" and not num_host_blocks:
+            raise ConfigError(
+                f"preemption: swap needs host blocks and there are none; give swap_blocks, {num_blocks} for as many"
+            )
+        self._kv_cache = KVCache(self.geometry, num_blocks, config.block_size, self.kv_dtype, self.device, num_host_blocks)
         self.scheduler_config = SchedulerConfig(
             max_slots=max_slots,
             max_num_batched_tokens=token_budget,
@@ -77,41 +104,58 @@ class ModelRunner:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             watermark_blocks=int(num_blocks * _WATERMARK),
+            num_host_blocks=num_host_blocks,
             chunked_prefill=config.chunked_prefill,
+            prefill_first=config.prefill_first,
+            scheduling=config.scheduling,
+            reservation=config.reservation,
+            prefix_caching=config.prefix_caching,
+            preemption=config.preemption,
+            sliding_window=self.geometry.sliding_window,
+            max_scored_tokens=max_scored_tokens,
+            aging=config.aging,
+            run_ahead=config.run_ahead,
         )
 
-    def _measure(self, block_size: int, max_slots: int, token_budget: int, max_model_len: int) -> Memory:
+    def _measure(
+        self, block_size: int, max_slots: int, token_budget: int, max_scored_tokens: int, max_model_len: int
+    ) -> Memory:
         on_cpu = self.device.type == "cpu"
-        activation_bytes = (self._estimate if on_cpu else self._profile)(max_slots, token_budget)
-        free, total = _cpu_memory() if on_cpu else torch.cuda.mem_get_info(self.device)
+        activation_bytes = (self._estimate if on_cpu else self._profile)(max_slots, token_budget, max_scored_tokens)
+        host_free, host_total = _cpu_memory()
+        free, total = (host_free, host_total) if on_cpu else torch.cuda.mem_get_info(self.device)
         return Memory(
             device=str(self.device),
             total_bytes=total,
-            free_bytes=free,
-            weights_bytes=sum(weight.nbytes for weight in self._model.parameters()),
+            free_bytes=free // self._shard.size if on_cpu else free,
+            host_free_bytes=host_free // self._shard.size,
+            weights_bytes=weights_bytes(self._model),
             activation_bytes=activation_bytes,
             token_bytes=self.kv_bytes_per_token,
             block_size=block_size,
             max_model_len=max_model_len,
         )
 
-    def _estimate(self, max_slots: int, token_budget: int) -> int:
+    def _estimate(self, max_slots: int, token_budget: int, max_scored_tokens: int) -> int:
         """Peak bytes of a step on a CPU: the widest layer over all tokens, and logits with what sampling makes of them."""
         config = self._model.config.get_text_config(decoder=True)
         hidden = int(config.hidden_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-        return token_budget * (6 * hidden + 3 * inner) * self.dtype.itemsize + max_slots * self.geometry.vocab_size * 16
+        logits_bytes = (max_slots + max_scored_tokens) * self.geometry.vocab_size * 16
+        return token_budget * (6 * hidden + 3 * inner) * self.dtype.itemsize + logits_bytes
 
-    def _profile(self, max_slots: int, token_budget: int) -> int:
-        """Peak bytes of the largest step on a GPU, sampling included, measured."""
-        cache = KVCache(self.geometry, 1, _PROFILE_BLOCK_SIZE, self.dtype, self.device)
+    def _profile(self, max_slots: int, token_budget: int, max_scored_tokens: int) -> int:
+        """Peak bytes of the largest step on a GPU, sampling and the log probabilities of prompts included, measured."""
+        cache = KVCache(self.geometry, 1, _PROFILE_BLOCK_SIZE, self.kv_dtype, self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         try:
             with torch.inference_mode():
-                batch = _largest_step(max_slots, token_budget, self.device)
-                sample(attention.forward(self._model, batch, cache, self._kernels), batch.sampling)
+                batch, sampling = _largest_step(max_slots, token_budget, max_scored_tokens, self.device)
+                logits = attention.forward(self._model, batch, cache, self._kernels)
+                sample(logits[max_scored_tokens:], sampling)
+                logits[:max_scored_tokens].log_softmax(-1)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"token_budget: a step of {token_budget} tokens and {max_slots} slots does not fit beside the weights; "
@@ -122,15 +166,23 @@ class ModelRunner:
         return peak
 
 
-def _largest_step(max_slots: int, token_budget: int, device: torch.device) -> ModelInput:
-    """A step with every slot and token in use, all of it in block 1: only the sizes matter."""
+def _largest_step(
+    max_slots: int, token_budget: int, max_scored_tokens: int, device: torch.device
+) -> tuple[ModelInput, SamplingInput]:
+    """A step with every slot and token in use, all of it in block 1: only the sizes matter. Scored rows come first."""
     num_sequences = min(max_slots, token_budget)
-    request = Request(request_id="", prompt_token_ids=(0,) * (token_budget // num_sequences), params=SamplingParams(top_p=0.9))
-    sequences = [Sequence(request, row, frozenset()) for row in range(num_sequences)]
+    request = Request(
+        request_id="", prompt_token_ids=(0,) * (token_budget // num_sequences), params=SamplingParams(top_p=0.9, logprobs=20)
+    )
+    sequences = [Sequence(request, (0, row, 0), frozenset()) for row in range(num_sequences)]
     for sequence in sequences:
         sequence.block_table = [1] * -(-sequence.num_tokens // _PROFILE_BLOCK_SIZE)
-    items = [ScheduledSequence(sequence, sequence.num_tokens, True) for sequence in sequences]
-    return flatten(items, _PROFILE_BLOCK_SIZE, device)
+        sequence.num_computed_tokens = sequence.num_tokens
+    items = [ScheduledSequence(sequence, sequence.num_tokens, 1) for sequence in sequences]
+    batch = build(items, _PROFILE_BLOCK_SIZE, device)
+    scored = batch.logits_indices.new_zeros(max_scored_tokens)
+    batch = replace(batch, logits_indices=torch.cat([scored, batch.logits_indices]))
+    return batch, SamplingInput.of(sampled_rows(items), device)
 
 
 def _device(name: str) -> torch.device:
@@ -191,14 +243,6 @@ def _cpu_memory() -> tuple[int, int]:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         free, total = min(free, max(limit - used, 0)), min(total, limit)
     return free, total
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on; a container or taskset may leave it fewer than the machine has."""
-    process = psutil.Process()
-    if hasattr(process, "cpu_affinity"):  # not on every system
-        return len(process.cpu_affinity() or ()) or torch.get_num_threads()
-    return torch.get_num_threads()
 
 
 def _keep_freed_memory() -> None:

@@ -1,4 +1,7 @@
-"""The one place that chooses between implementations of the kernels. Today there is one: the reference in plain torch."""
+"""The one place that chooses between implementations of the kernels, today two in plain torch.
+
+One is the reference; the other's bits do not depend on the batch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import invariant, reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +18,16 @@ class AttentionKernels:
     """One implementation; meaning, shapes and errors are those of the twins in kernels/reference.py."""
 
     name: str
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Any], None]
+    write_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     plan: Callable[[Tensor, Tensor, Tensor, Tensor], Any]
     """`(block_tables, query_start, context_lens, slot_mapping)` -> the `plan` of both, made once per step for all layers."""
 
 
 REFERENCE = AttentionKernels("reference", reference.write_kv, reference.paged_attention, reference.Plan)
+BATCH_INVARIANT = AttentionKernels("invariant", reference.write_kv, invariant.paged_attention, invariant.Plan)
 
 
-def attention_kernels(device: torch.device) -> AttentionKernels:  # noqa: ARG001 - the choice will depend on it
-    """Return the fastest implementation that runs on the device."""
-    return REFERENCE
+def attention_kernels(device: torch.device, *, batch_invariant: bool = False) -> AttentionKernels:  # noqa: ARG001 - will matter
+    """Return the fastest implementation that runs on the device, and whose bits are as wanted."""
+    return BATCH_INVARIANT if batch_invariant else REFERENCE

@@ -6,7 +6,13 @@ matrix product per group of rows. The caller guarantees that block tables name w
 choice between implementations are left to others.
 
 A layer of the KV cache is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, keys at 0 and values at 1 of the second axis.
-What lies behind a sequence's last key is never read into the result, not even when it is NaN.
+In int8 it has scales beside it, `[num_blocks, 2, block_size, num_kv_heads]` float32: what is cached is number times scale.
+
+1. What lies behind a sequence's last key is never read into the result, not even when it is NaN.
+2. With a sliding window, no block that lies wholly before the first key seen by the first new token is read: its entry in the
+   table may name any block.
+3. All new tokens are written before any is attended to, so that a table may name blocks which another sequence of the same
+   batch fills.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,17 +80,26 @@ class Plan:
             self._slots = _slots(self._slot_mapping, block_size)
         return self._slots
 
-    def groups(self, kv_cache_layer: Tensor, window: int | None) -> list[_Group]:
-        """Return the groups of a layer with this window; every row of a sequence with keys is in one of them."""
+    def groups(self, kv_cache_layer: Tensor, window: int | None, dtype: torch.dtype) -> list[_Group]:
+        """Return the groups of a layer with this window, computed in `dtype`; every row of a sequence with keys is in one."""
         if window not in self._groups:
             tiles = sorted(self._tiles, key=lambda tile: (tile.num_rows, tile.context))
-            parts = _partition(tiles, kv_cache_layer, window)
-            self._groups[window] = [_group(part, self._block_tables, kv_cache_layer, window) for part in parts]
+            block_size, token_bytes = kv_cache_layer.shape[2], 2 * kv_cache_layer[0, 0, 0].numel() * dtype.itemsize
+            parts = _partition(tiles, block_size, GROUP_BYTES // token_bytes, window)
+            self._groups[window] = [_group(part, self._block_tables, block_size, window, dtype) for part in parts]
         return self._groups[window]
 
 
-def write_kv(key: Tensor, value: Tensor, kv_cache_layer: Tensor, slot_mapping: Tensor, plan: "Plan | None" = None) -> None:
-    """Store the keys and values of new tokens at their slots.
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache_layer: Tensor,
+    slot_mapping: Tensor,
+    plan: Plan | None = None,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Store the keys and values of new tokens at their slots, rounded to the cache's dtype.
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]`.
@@ -92,13 +107,29 @@ def write_kv(key: Tensor, value: Tensor, kv_cache_layer: Tensor, slot_mapping: T
         kv_cache_layer: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, changed in place.
         slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`; a token with -1 is not written.
         plan: `Plan` of the same slot mapping, made once for all layers.
+        kv_scales: `[num_blocks, 2, block_size, num_kv_heads]` float32, changed in place, for a cache in int8: `quantise`.
     """
     block_size = kv_cache_layer.shape[2]
     kept, blocks, offsets = plan.slots(block_size) if plan else _slots(slot_mapping, block_size)
     if kept is not None:
         key, value = key[kept], value[kept]
-    kv_cache_layer[:, 0].index_put_((blocks, offsets), key)
-    kv_cache_layer[:, 1].index_put_((blocks, offsets), value)
+    for part, new in enumerate((key, value)):
+        numbers = new
+        if kv_scales is not None:
+            numbers, scales = quantise(new)
+            kv_scales[:, part].index_put_((blocks, offsets), scales)
+        kv_cache_layer[:, part].index_put_((blocks, offsets), numbers.to(kv_cache_layer.dtype))
+
+
+def quantise(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each vector `[..., D]` to int8 with a scale of its own `[...]` float32, so that its largest number becomes 127.
+
+    A vector with a number that is not finite gets a scale that is not finite, and so comes back as no number either.
+    """
+    vectors = vectors.float()
+    scales = vectors.abs().amax(-1) / 127
+    divisors = scales.clamp(min=torch.finfo(scales.dtype).tiny).unsqueeze(-1)  # a vector of zeros stays one
+    return (vectors / divisors).round().to(torch.int8), scales
 
 
 def paged_attention(
@@ -113,6 +144,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     plan: Plan | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens over its blocks: `softmax(cap(scale * q k^T) + mask) v`.
 
@@ -127,15 +159,16 @@ def paged_attention(
         softcap: scores become `softcap * tanh(scores / softcap)`, as in Gemma 2.
         sinks: `[num_heads]`, one more logit in each head's softmax whose value is zero, as in gpt-oss.
         plan: `Plan` of the same tensors, made once for all layers.
+        kv_scales: as for `write_kv`.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`, contiguous.
     """
     plan = plan or Plan(block_tables, query_start, context_lens)
     output = query.new_zeros(query.shape)
-    for group in plan.groups(kv_cache_layer, sliding_window):
+    for group in plan.groups(kv_cache_layer, sliding_window, query.dtype):
         rows = query[group.rows].view(group.num_tiles, -1, *query.shape[1:]).transpose(1, 2)
-        key, value = _gather(kv_cache_layer[:, 0], group), _gather(kv_cache_layer[:, 1], group)
+        key, value = (_gather(kv_cache_layer, kv_scales, part, group, query.dtype) for part in (0, 1))
         if softcap is None and sinks is None:
             attended = F.scaled_dot_product_attention(rows, key, value, group.mask, scale=scale, enable_gqa=True)
         else:
@@ -162,11 +195,18 @@ def _attend(
     return torch.einsum("nkgrt,nktd->nkgrd", weights, value.float()).flatten(1, 2).to(query.dtype)
 
 
-def _gather(blocks: Tensor, group: _Group) -> Tensor:
-    """Copy a group's blocks `[num_blocks, block_size, num_kv_heads, D]` out as `[n, num_kv_heads, keys, D]`, tails zeroed."""
-    gathered = blocks.index_select(0, group.blocks).flatten(0, 1)
-    gathered.index_fill_(0, group.unfilled, 0)
-    return gathered.view(group.num_tiles, -1, *blocks.shape[2:]).transpose(1, 2)
+def _gather(kv_cache_layer: Tensor, kv_scales: Tensor | None, part: int, group: _Group, dtype: torch.dtype) -> Tensor:
+    """Copy the keys (0) or values (1) of a group's blocks out as `[n, num_kv_heads, keys, D]` in `dtype`, tails zeroed."""
+    gathered = gather(kv_cache_layer, kv_scales, part, group.blocks, dtype).index_fill_(0, group.unfilled, 0)
+    return gathered.view(group.num_tiles, -1, *gathered.shape[1:]).transpose(1, 2)
+
+
+def gather(kv_cache_layer: Tensor, kv_scales: Tensor | None, part: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy the keys (0) or values (1) of `blocks` `[n]` int64 out as `[n * block_size, num_kv_heads, D]` in `dtype`."""
+    gathered = kv_cache_layer[:, part].index_select(0, blocks)
+    if kv_scales is not None:
+        gathered = gathered.float().mul_(kv_scales[:, part].index_select(0, blocks).unsqueeze(-1))
+    return gathered.flatten(0, 1).to(dtype)
 
 
 def _slots(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -183,10 +223,8 @@ def _tiles(query_start: Sequence[int], context_lens: Sequence[int]) -> Iterator[
             yield _Tile(sequence, row, num_rows, context - (end - row - num_rows))
 
 
-def _partition(tiles: list[_Tile], kv_cache_layer: Tensor, window: int | None) -> list[list[_Tile]]:
-    """Cut the sorted tiles into runs of equally many rows within the limits on padding and on gathered bytes."""
-    _, _, block_size, num_kv_heads, head_dim = kv_cache_layer.shape
-    limit = GROUP_BYTES // (2 * num_kv_heads * head_dim * kv_cache_layer.element_size())
+def _partition(tiles: list[_Tile], block_size: int, limit: int, window: int | None) -> list[list[_Tile]]:
+    """Cut the sorted tiles into runs of equally many rows, of at most `limit` positions and within the limit on padding."""
     parts: list[list[_Tile]] = []
     longest = total = 0
     for tile in tiles:
@@ -202,9 +240,9 @@ def _partition(tiles: list[_Tile], kv_cache_layer: Tensor, window: int | None) -
     return parts
 
 
-def _group(tiles: list[_Tile], block_tables: Tensor, kv_cache_layer: Tensor, window: int | None) -> _Group:
+def _group(tiles: list[_Tile], block_tables: Tensor, block_size: int, window: int | None, dtype: torch.dtype) -> _Group:
     """Work out indices and mask. A tile's gathered keys begin with the block of the first key that one of its rows sees."""
-    device, block_size, num_rows = block_tables.device, kv_cache_layer.shape[2], tiles[0].num_rows
+    device, num_rows = block_tables.device, tiles[0].num_rows
     numbers = [(t.sequence, t.first_row, t.context, t.first_key(window) // block_size) for t in tiles]
     sequences, first_rows, contexts, first_blocks = torch.tensor(numbers, device=device).T.unsqueeze(-1)
     num_blocks = max(-(-tile.context // block_size) - number[3] for tile, number in zip(tiles, numbers, strict=True))
@@ -213,7 +251,7 @@ def _group(tiles: list[_Tile], block_tables: Tensor, kv_cache_layer: Tensor, win
     rows = torch.arange(num_rows, device=device)
     distance = (contexts - num_rows + rows).unsqueeze(-1) - keys.unsqueeze(1)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    mask = torch.zeros(hidden.shape, dtype=kv_cache_layer.dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
     return _Group(
         num_tiles=len(tiles),
         rows=(first_rows + rows).flatten(),

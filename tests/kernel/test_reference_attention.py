@@ -1,86 +1,14 @@
 """The reference kernels against attention written out row by row in float64."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import reference
 from kernels.reference import Plan, paged_attention, write_kv
-
-
-@dataclass
-class Case:
-    """A ragged batch over a pool that holds NaN wherever no key is."""
-
-    contexts: list[int]
-    new: list[int]
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    block_size: int = 8
-    num_blocks: int = 200
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype)
-
-        self.query = draw(sum(self.new), self.num_heads, self.head_dim)
-        self.keys = [draw(context, self.num_kv_heads, self.head_dim) for context in self.contexts]
-        self.values = [draw(context, self.num_kv_heads, self.head_dim) for context in self.contexts]
-        pool = torch.full(
-            (self.num_blocks, 3, 2, self.block_size, self.num_kv_heads, self.head_dim), torch.nan, dtype=self.dtype
-        )
-        self.layer = pool[:, 1]
-        widths = [-(-context // self.block_size) for context in self.contexts]
-        self.block_tables = torch.zeros(len(widths), max(widths), dtype=torch.int32)
-        blocks = iter((self.num_blocks - 1 - torch.randperm(self.num_blocks - 1, generator=generator)).tolist())
-        for sequence, width in enumerate(widths):
-            self.block_tables[sequence, :width] = torch.tensor([next(blocks) for _ in range(width)])
-            for position in range(self.contexts[sequence]):
-                place = self.block_tables[sequence, position // self.block_size], position % self.block_size
-                self.layer[place[0], 0, place[1]] = self.keys[sequence][position]
-                self.layer[place[0], 1, place[1]] = self.values[sequence][position]
-        self.query_start = torch.tensor([0, *torch.tensor(self.new).cumsum(0).tolist()], dtype=torch.int32)
-        self.context_lens = torch.tensor(self.contexts, dtype=torch.int32)
-
-    def paged(self, **options: Any) -> Tensor:
-        tables = self.block_tables, self.query_start, self.context_lens
-        return paged_attention(self.query, self.layer, *tables, **({"scale": self.head_dim**-0.5} | options))
-
-    def written_out(
-        self, scale: float | None = None, sliding_window: int | None = None, softcap: float | None = None, sinks: Any = None
-    ) -> Tensor:
-        """The definition, one row of one head at a time."""
-        output = torch.zeros(self.query.shape, dtype=torch.float64)
-        row = 0
-        for keys, values, context, new in zip(self.keys, self.values, self.contexts, self.new, strict=True):
-            for position in range(context - new, context):
-                first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-                for head in range(self.num_heads):
-                    kv_head = head * self.num_kv_heads // self.num_heads
-                    seen = keys[first : position + 1, kv_head].double()
-                    scores = seen @ self.query[row, head].double() * (scale or self.head_dim**-0.5)
-                    if softcap is not None:
-                        scores = softcap * torch.tanh(scores / softcap)
-                    weights = scores.exp()
-                    total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[head])))
-                    output[row, head] = weights / total @ values[first : position + 1, kv_head].double()
-                row += 1
-        return output
-
-
-def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
-    assert (ours.double() - exact).abs().max().item() <= tolerance  # values are of order 1; NaN fails
-
-
-MIXED = {"contexts": [1, 23, 8, 40, 17, 9, 7], "new": [1, 1, 8, 13, 1, 9, 1]}
+from tests.support.paged_case import MIXED, Case, assert_close
 
 
 @pytest.mark.parametrize(
@@ -134,7 +62,7 @@ def test_a_short_sequence_is_not_padded_to_a_long_one() -> None:
     case = Case([4] * 8 + [1500], [1] * 9, num_blocks=400)
     plan = Plan(case.block_tables, case.query_start, case.context_lens)
 
-    groups = plan.groups(case.layer, None)
+    groups = plan.groups(case.layer, None, torch.float32)
 
     assert sum(len(group.blocks) for group in groups) == 8 + math.ceil(1500 / 8)
 
@@ -143,7 +71,7 @@ def test_a_window_gathers_only_the_blocks_it_reaches() -> None:
     case = Case([1500], [1], num_blocks=400)
     plan = Plan(case.block_tables, case.query_start, case.context_lens)
 
-    (group,) = plan.groups(case.layer, 16)
+    (group,) = plan.groups(case.layer, 16, torch.float32)
 
     assert len(group.blocks) <= 3
 
@@ -154,7 +82,7 @@ def test_layers_share_the_plan_of_their_window() -> None:
 
     for window in (None, 5, None, 5):
         assert_close(case.paged(plan=plan, sliding_window=window), case.written_out(sliding_window=window))
-    assert plan.groups(case.layer, 5) is plan.groups(case.layer, 5)
+    assert plan.groups(case.layer, 5, case.dtype) is plan.groups(case.layer, 5, case.dtype)
 
 
 def test_a_sequence_without_keys_gets_zeros_and_disturbs_nobody() -> None:

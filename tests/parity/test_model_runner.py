@@ -1,5 +1,6 @@
 """What the runner makes of a model and its options, and what the probe at start catches."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,16 @@ import pytest
 import torch
 
 from engine import attention, model_runner
-from engine.batch import flatten
+from engine.batch import build
 from engine.config import EngineConfig
+from engine.decision import ScheduledSequence
 from engine.errors import ConfigError, ModelUnsupported, OutOfMemory
 from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.request import Request
 from engine.sampler import sample
-from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
-from tests.support.tiny_models import SUPPORTED, VOCAB_SIZE, save
+from tests.support.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +82,65 @@ def test_bfloat16_passes_the_probe(model_dir: Path) -> None:
     assert run(model_dir, dtype="bfloat16").kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
 
 
+def test_what_scheduling_is_asked_for_reaches_the_scheduler(model_dir: Path) -> None:
+    asked = {
+        "chunked_prefill": False,
+        "prefill_first": True,
+        "scheduling": "iteration_level",
+        "reservation": "pow2",
+        "prefix_caching": False,
+        "preemption": "swap",
+        "aging": 7,
+        "run_ahead": True,
+    }
+
+    config = run(model_dir, **asked, swap_blocks=5).scheduler_config
+
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert config.num_host_blocks == 5
+
+
+def test_scored_tokens_are_as_many_as_memory_was_set_aside_for(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run(model_dir)._memory.activation_bytes
+
+    monkeypatch.setattr(model_runner, "_MAX_SCORED_TOKENS", 612)
+    after = run(model_dir)
+
+    assert after.scheduler_config.max_scored_tokens == 612
+    assert after._memory.activation_bytes - before == 100 * VOCAB_SIZE * 16
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "expected"),
+    [
+        ("llama", {}, None),
+        ("mistral", {}, WINDOW),
+        ("phi3", {}, WINDOW),
+        ("mistral", {"sliding_window": 256}, None),
+        ("gemma3_text", {}, None),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 4}, WINDOW),
+        ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}, None),
+        ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 0}, WINDOW),
+    ],
+)
+def test_a_model_slides_where_every_layer_does(
+    family: str, settings: dict[str, Any], expected: int | None, tmp_path: Path
+) -> None:
+    runner = run(save(family, SUPPORTED[family] | settings, tmp_path))
+
+    assert runner.geometry.sliding_window == expected
+    assert runner.scheduler_config.sliding_window == expected
+
+
+def test_int8_halves_what_bfloat16_takes_but_for_the_scales(model_dir: Path) -> None:
+    assert run(model_dir, kv_dtype="int8").kv_bytes_per_token == 2 * 3 * 2 * (16 + 4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"swap_blocks": -1}, r"swap_blocks: -1 is outside 0\.\."),
         ({"dtype": "int4"}, "dtype: int4 is unknown; use auto, float32"),
         ({"device": "tpu:0"}, "device: tpu:0 is unknown; use cpu or cuda:N"),
         ({"device": "meta"}, "device: meta is not supported"),
@@ -101,6 +158,11 @@ def test_an_explicit_length_the_cache_cannot_hold_is_refused_and_names_the_one_t
         run(model_dir, kv_blocks=10, max_model_len=161)
 
 
+def test_host_blocks_beyond_the_machine_are_refused_with_the_table(model_dir: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"swap_blocks: 2000000000 blocks of .* has room for \d+; lower it"):
+        run(model_dir, swap_blocks=2_000_000_000)
+
+
 def test_longrope_is_served_up_to_the_length_it_was_first_trained_on(tmp_path: Path) -> None:
     directory = save("phi3+longrope", SUPPORTED["phi3+longrope"], tmp_path)
 
@@ -114,23 +176,81 @@ def test_the_memory_table_names_blocks_and_tokens(runner: ModelRunner) -> None:
 
 
 def test_a_step_that_samples_nothing_has_no_logits(runner: ModelRunner) -> None:
-    sequence = Sequence(Request(request_id="", prompt_token_ids=(5, 6, 7)), 0, frozenset())
-    sequence.block_table = [1]
+    sequence = Sequence(Request(request_id="", prompt_token_ids=(5, 6, 7)), (0, 0, 0), frozenset())
+    sequence.block_table, sequence.num_computed_tokens = [1], 2
 
-    logits = runner.forward(flatten([ScheduledSequence(sequence, 2, False)], 16, runner.device))
+    logits = runner.forward(build([ScheduledSequence(sequence, 2)], 16, runner.device))
 
     assert logits.shape == (0, VOCAB_SIZE)
     assert logits.dtype == torch.float32
 
 
+def sequence_of(token_ids: list[int], block_table: list[int], num_computed: int = 0) -> Sequence:
+    sequence = Sequence(Request(request_id="", prompt_token_ids=tuple(token_ids)), (0, 0, 0), frozenset())
+    sequence.block_table, sequence.num_computed_tokens = block_table, num_computed
+    return sequence
+
+
+def last_logits(runner: ModelRunner, *sequences: Sequence) -> torch.Tensor:
+    """Of each sequence whose gap is closed in one step."""
+    items = [ScheduledSequence(sequence, sequence.gap, 1) for sequence in sequences]
+    for sequence in sequences:
+        sequence.num_computed_tokens = sequence.num_tokens
+    return runner.forward(build(items, 16, runner.device))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_sequence_whose_blocks_were_swapped_and_copied_goes_on_as_if_nothing_had_happened(
+    kv_dtype: str, model_dir: Path
+) -> None:
+    runner = run(model_dir, kv_dtype=kv_dtype, swap_blocks=4)
+    token_ids = [3 + position % 90 for position in range(41)]
+    last_logits(runner, sequence_of(token_ids[:40], [1, 2, 3]))
+    undisturbed = last_logits(runner, sequence_of(token_ids, [1, 2, 3], 40))
+
+    runner.move([(1, 3), (2, 0)], [(3, 1)], [])
+    runner._kv_cache.blocks[2:].fill_(-1)
+    runner.move([], [], [(3, 30), (0, 40)])
+
+    assert torch.equal(last_logits(runner, sequence_of(token_ids, [30, 40, 1], 40)), undisturbed)
+    assert 0 < runner.swap_s_per_block < 1
+
+
+def test_without_host_blocks_no_block_is_ever_worth_swapping(runner: ModelRunner) -> None:
+    assert runner.swap_s_per_block == math.inf
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_sequence_reads_blocks_that_another_fills_in_the_same_step(kv_dtype: str, is_first: bool, model_dir: Path) -> None:
+    runner = run(model_dir, kv_dtype=kv_dtype)
+    token_ids = [3 + position * 7 % 90 for position in range(45)]
+    alone = last_logits(runner, sequence_of([*token_ids[:32], 5, 6, 7], [4, 5, 6]))
+    runner._kv_cache.blocks.fill_(-1)
+
+    filling, reading = sequence_of(token_ids, [9, 7, 8]), sequence_of([*token_ids[:32], 5, 6, 7], [9, 7, 3], 32)
+    both = last_logits(runner, *((reading, filling) if is_first else (filling, reading)))
+
+    assert (both[0 if is_first else 1] - alone[0]).abs().max() < 1e-4
+
+
+def test_the_logits_of_a_cache_in_int8_are_close(model_dir: Path, runner: ModelRunner) -> None:
+    token_ids = [3 + position * 7 % 90 for position in range(45)]
+
+    ours = last_logits(run(model_dir, kv_dtype="int8"), sequence_of(token_ids, [1, 2, 3]))
+
+    exact = last_logits(runner, sequence_of(token_ids, [1, 2, 3]))
+    assert 0 < (ours - exact).norm() / exact.norm() < 0.02
+
+
 def test_the_largest_step_runs_in_one_block(runner: ModelRunner) -> None:
-    batch = model_runner._largest_step(8, 300, runner.device)
+    batch, sampling = model_runner._largest_step(8, 300, 20, runner.device)
     cache = KVCache(runner.geometry, 1, 16, runner.dtype, runner.device)
 
     logits = attention.forward(runner._model, batch, cache, runner._kernels)
 
     assert batch.input_ids.shape == (296,)
-    assert len(sample(logits, batch.sampling).token_ids) == 8
+    assert len(sample(logits[20:], sampling).token_ids) == 8
 
 
 def test_the_probe_leaves_our_attention_in_place(runner: ModelRunner) -> None:
@@ -176,6 +296,15 @@ def test_the_probe_catches_attention_that_stayed_eager(spoilt: ModelRunner) -> N
 
     with pytest.raises(ModelUnsupported, match="computes attention with its own code"):
         probe(spoilt)
+
+
+def test_the_probe_catches_a_window_that_is_not_the_configurations(tmp_path: Path) -> None:
+    settings = {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}  # too wide to show in the logits
+    runner = run(save("qwen2", SUPPORTED["qwen2"] | settings, tmp_path))
+    runner._model.model.layers[2].self_attn.sliding_window = 90
+
+    with pytest.raises(ModelUnsupported, match=r"layer 2 passes a sliding window of 90 .* where its configuration says 100"):
+        probe(runner)
 
 
 def test_the_probe_catches_keys_of_another_shape(spoilt: ModelRunner) -> None:

@@ -1,14 +1,22 @@
 """How large the KV cache is and how many blocks of it fit."""
 
+import math
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from engine import host_pool
 from engine.config import EngineConfig
 from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
 from engine.kv_cache import GIB, MIB, KVCache, Memory, kv_bytes_per_token
+
+CPU = torch.device("cpu")
 
 
 def geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> ModelGeometry:
@@ -28,6 +36,7 @@ def memory(**options: Any) -> Memory:
         "device": "cpu",
         "total_bytes": 8 * GIB,
         "free_bytes": 2 * GIB,
+        "host_free_bytes": 2 * GIB,
         "weights_bytes": GIB,
         "activation_bytes": GIB // 2,
         "token_bytes": 1024,
@@ -50,13 +59,168 @@ def test_bytes_per_token_of_known_models(name: str, shape: tuple[int, int, int],
 
 
 def test_a_block_is_one_piece_and_layers_are_views_of_it() -> None:
-    cache = KVCache(geometry(3, 2, 4), num_blocks=5, block_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(geometry(3, 2, 4), num_blocks=5, block_size=8, dtype=torch.float32, device=CPU)
 
     cache.layers[1][5, 1, 7, 1] = torch.full((4,), 3.0)
 
     assert cache.tensor.shape == (6, 3, 2, 8, 2, 4)
     assert cache.tensor[5].is_contiguous()
     assert torch.equal(cache.tensor[5, 1, 1, 7, 1], torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"), [("Llama-3.1-8B", (32, 8, 128), 67_584), ("SmolLM2-135M", (30, 3, 64), 12_240)]
+)
+def test_int8_takes_a_scale_for_each_token_and_head(name: str, shape: tuple[int, int, int], expected: int) -> None:
+    assert kv_bytes_per_token(geometry(*shape), torch.int8) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (2, 3, 64)])
+def test_a_block_takes_its_tokens_bytes_and_no_more(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    cache = KVCache(geometry(*shape), 3, block_size=8, dtype=dtype, device=CPU)
+
+    assert cache.blocks.nbytes == 4 * 8 * kv_bytes_per_token(geometry(*shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_filled_with_minus_1_is_nan_all_over(dtype: torch.dtype) -> None:
+    cache = KVCache(geometry(2, 2, 5), 3, block_size=8, dtype=dtype, device=CPU)
+
+    cache.blocks.fill_(-1)
+
+    assert cache.tensor.isnan().all()
+
+
+def test_in_int8_numbers_and_scales_fill_a_block_without_overlap() -> None:
+    cache = KVCache(geometry(3, 2, 5), 3, block_size=8, dtype=torch.int8, device=CPU)
+    cache.blocks.fill_(-1)
+    assert all(scales is not None and scales.isnan().all() for scales in cache.scales)
+
+    cache.tensor.fill_(7)
+    for layer, scales in enumerate(cache.scales):
+        assert scales is not None
+        assert scales.shape == (4, 2, 8, 2)
+        assert scales.isnan().all()
+        scales.fill_(layer)
+
+    assert (cache.tensor == 7).all()
+    assert [scales.unique().tolist() for scales in cache.scales if scales is not None] == [[0.0], [1.0], [2.0]]
+
+
+def numbered(num_blocks: int, num_host_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    """A small cache in which each word of device block b is b, and of host block b it is -b - 1."""
+    cache = KVCache(geometry(1, 1, 1), num_blocks, 8, dtype, CPU, num_host_blocks)
+    cache.blocks.copy_(torch.arange(num_blocks + 1).unsqueeze(1).expand_as(cache.blocks))
+    cache.host_pool.blocks.copy_(-1 - torch.arange(num_host_blocks).unsqueeze(1).expand_as(cache.host_pool.blocks))
+    return cache
+
+
+def held(blocks: torch.Tensor) -> list[int]:
+    """What the blocks of `numbered` hold; each must be of one piece."""
+    assert (blocks == blocks[:, :1]).all()
+    return blocks[:, 0].tolist()
+
+
+def test_blocks_move_out_then_within_then_in() -> None:
+    cache = numbered(5, 3)
+
+    cache.move([(1, 2), (4, 0)], [(2, 1)], [(2, 2), (1, 4)])
+
+    assert held(cache.host_pool.blocks) == [4, -2, 1]
+    assert held(cache.blocks) == [0, 2, 1, 3, -2, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_move_equals_its_pairs_one_after_the_other(data: st.DataObject) -> None:
+    cache = numbered(6, 4)
+    device, host = held(cache.blocks), held(cache.host_pool.blocks)
+    ids, host_ids = st.permutations(range(1, 7)), st.permutations(range(4))
+    size = st.integers(0, 3)
+    out = list(zip(data.draw(ids), data.draw(host_ids), strict=False))[: data.draw(size)]
+    order, count = data.draw(ids), data.draw(size)
+    copied = [(data.draw(st.sampled_from(order[count:])), target) for target in order[:count]]
+    swapped_in = list(zip(data.draw(host_ids), data.draw(ids), strict=False))[: data.draw(size)]
+
+    cache.move(out, copied, swapped_in)
+
+    for block, target in out:
+        host[target] = device[block]
+    for source, target in copied:
+        device[target] = device[source]
+    for source, target in swapped_in:
+        device[target] = host[source]
+    assert held(cache.blocks) == device
+    assert held(cache.host_pool.blocks) == host
+
+
+def test_one_block_may_be_copied_to_several_forks() -> None:
+    cache = numbered(5, 0)
+
+    cache.move([], [(2, 1), (2, 4), (2, 5)], [])
+
+    assert held(cache.blocks) == [0, 2, 2, 3, 2, 2]
+
+
+def test_scales_move_with_their_block() -> None:
+    cache = KVCache(geometry(3, 2, 5), 4, 8, torch.int8, CPU, num_host_blocks=1)
+    cache.blocks.random_()
+    numbers = cache.tensor[2].clone()
+    scales = [layer[2].clone() for layer in cache.scales if layer is not None]
+
+    cache.move([(2, 0)], [], [])
+    cache.blocks.fill_(0)
+    cache.move([], [], [(0, 4)])
+
+    assert torch.equal(cache.tensor[4], numbers)
+    for layer, expected in zip(cache.scales, scales, strict=True):
+        assert layer is not None
+        assert torch.equal(layer[4].view(torch.int32), expected.view(torch.int32))
+
+
+def test_block_ids_above_65536_move() -> None:
+    cache = numbered(140_000, 70_000)
+
+    cache.move([(139_999, 69_998)], [(70_000, 139_999)], [(69_998, 65_537), (69_999, 140_000)])
+
+    assert held(cache.host_pool.blocks[69_997:]) == [-69_998, 139_999, -70_000]
+    assert held(cache.blocks[[65_537, 65_536, 139_999, 140_000]]) == [139_999, 65_536, 70_000, -70_000]
+
+
+def test_swapping_is_measured_and_changes_nothing() -> None:
+    cache = numbered(20, 3)
+
+    assert 0 < cache.host_pool.swap_s_per_block() < 1
+    assert held(cache.blocks) == list(range(21))
+
+
+@pytest.fixture
+def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that run everything at once, where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+@pytest.mark.usefixtures("one_stream")
+@pytest.mark.parametrize("num_staged", [1, 2, 3, 50])
+def test_a_staged_pool_moves_the_same_blocks_in_pieces(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = numbered(9, 5)
+    monkeypatch.setattr(host_pool, "_STAGING_BYTES", num_staged * cache.blocks[0].nbytes)
+    pool = host_pool.StreamedHostPool(cache.blocks, 5)
+
+    pool.swap_out([(1, 4), (2, 0), (9, 2), (5, 1), (7, 3)])
+    cache.blocks[1:].fill_(-1)
+    pool.swap_in([(2, 1), (4, 2), (0, 3), (3, 9)])
+
+    assert held(cache.blocks) == [0, 9, 1, 2, -1, -1, -1, -1, -1, 7]
+
+
+def test_without_host_blocks_swapping_takes_for_ever() -> None:
+    cache = numbered(20, 0)
+
+    assert cache.host_pool.swap_s_per_block() == math.inf
 
 
 def test_the_default_on_a_cpu_is_a_quarter_of_what_is_free() -> None:
@@ -113,6 +277,31 @@ def test_an_explicit_length_that_the_cache_cannot_hold_is_refused_with_the_large
     with pytest.raises(OutOfMemory, match=r"2000 tokens need 125 KV blocks and there are 120; .* that works is 1920"):
         memory().num_blocks(config(kv_blocks=120, max_model_len=2000), max_slots=64)
     assert memory().num_blocks(config(kv_blocks=120, max_model_len=1920), max_slots=64) == 120
+
+
+def test_a_cpu_gets_no_host_blocks_unless_asked() -> None:
+    assert memory().num_host_blocks(config(), num_blocks=120) == 0
+    assert memory().num_host_blocks(config(swap_blocks=77), num_blocks=120) == 77
+
+
+def test_a_gpu_gets_a_quarter_of_the_free_host_memory_and_at_most_4_gib() -> None:
+    assert memory(device="cuda:0").num_host_blocks(config(), num_blocks=120) == GIB // 2 // (16 * 1024)
+    assert memory(device="cuda:0", host_free_bytes=64 * GIB).num_host_blocks(config(), 120) == 4 * GIB // (16 * 1024)
+    assert memory(device="cuda:0").num_host_blocks(config(swap_blocks=0), num_blocks=120) == 0
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 3 * GIB // 2 // (16 * 1024) - 121), ("cuda:0", 2 * GIB // (16 * 1024))])
+def test_more_host_blocks_than_the_hosts_memory_takes_are_refused_with_what_would_fit(device: str, most: int) -> None:
+    machine = memory(device=device)
+
+    with pytest.raises(OutOfMemory, match=rf"swap_blocks: {most + 1} blocks .* has room for {most}; lower it") as caught:
+        machine.num_host_blocks(config(swap_blocks=most + 1), num_blocks=120)
+    assert "swapped KV" in str(caught.value)
+    assert machine.num_host_blocks(config(swap_blocks=most), num_blocks=120) == most
+
+
+def test_the_table_has_a_line_for_host_blocks() -> None:
+    assert "swapped KV, on host       16.0 MiB  1024 blocks, of 2048.0 MiB free on the host" in memory().table(120, 1024)
 
 
 def test_the_table_says_where_memory_goes_and_what_the_cache_holds() -> None:

@@ -1,0 +1,110 @@
+"""KV blocks in host memory, and the road between them and the device.
+
+Relies on a cache whose blocks are rows of one tensor. Which block goes where is the scheduler's decision. On a CPU a move is a
+copy in memory; on a GPU it runs on a second stream between page-locked memory and a small staging area on the device, so that
+the last part of a swap out passes beside the computation that follows.
+"""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.decision import Moves
+
+_STAGING_BYTES = 256 << 20
+_MEASURED_BLOCKS, _MEASURED_TIMES = 8, 3
+
+
+class HostPool:
+    """Host blocks 0..num_blocks-1 of the layout of the device's blocks, on a machine where both are in one memory."""
+
+    def __init__(self, device_blocks: Tensor, num_blocks: int) -> None:
+        """Allocate beside `device_blocks`, rows of words. Uninitialised: only what was swapped out may be swapped in."""
+        self._device_blocks = device_blocks
+        is_remote = device_blocks.device.type != "cpu" and num_blocks > 0
+        shape = (num_blocks, device_blocks.shape[1])
+        self.blocks = torch.empty(shape, dtype=device_blocks.dtype, pin_memory=is_remote)
+
+    def swap_out(self, pairs: Moves) -> None:
+        """Copy (device block, host block); no host block twice."""
+        sources, targets = columns(pairs, self.blocks.device)
+        self.blocks.index_copy_(0, targets, self._device_blocks.index_select(0, sources))
+
+    def swap_in(self, pairs: Moves) -> None:
+        """Copy (host block, device block); no device block twice."""
+        sources, targets = columns(pairs, self.blocks.device)
+        self._device_blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
+
+    def swap_s_per_block(self) -> float:
+        """Measured seconds of one block out and in again; infinity without host blocks. Device blocks keep what they hold."""
+        count = min(len(self.blocks), len(self._device_blocks), _MEASURED_BLOCKS)
+        if not count:
+            return float("inf")
+        pairs = [(block, block) for block in range(count)]
+        return min(self._there_and_back_s(pairs) for _ in range(_MEASURED_TIMES)) / count
+
+    def _there_and_back_s(self, pairs: Moves) -> float:
+        started = time.perf_counter()
+        self.swap_out(pairs)
+        self.swap_in(pairs)
+        self._finish()
+        return time.perf_counter() - started
+
+    def _finish(self) -> None:
+        """Return when what was asked for is done."""
+
+
+class StreamedHostPool(HostPool):
+    """The same for a GPU.
+
+    1. Host blocks are touched on the second stream alone, in order: what is swapped in is what was swapped out before.
+    2. Device blocks are touched on the current stream alone: computation before a move has ended, that after it sees the move.
+    3. Before a stream writes the staging area, it waits for the other one to have read it.
+    """
+
+    def __init__(self, device_blocks: Tensor, num_blocks: int) -> None:
+        super().__init__(device_blocks, num_blocks)
+        num_staged = min(max(1, _STAGING_BYTES // (device_blocks[0].nbytes or 1)), num_blocks)
+        self._staging = device_blocks.new_empty((num_staged, device_blocks.shape[1]))
+        self._stream = torch.cuda.Stream(device_blocks.device)  # type: ignore[no-untyped-call]
+
+    def swap_out(self, pairs: Moves) -> None:
+        current = torch.cuda.current_stream(self._staging.device)
+        for sources, targets, staged in self._pieces(pairs):
+            current.wait_stream(self._stream)
+            torch.index_select(self._device_blocks, 0, self._on_device(sources), out=staged)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for row, target in zip(staged, targets, strict=True):  # one transfer a block: only the GPU reaches both
+                    self.blocks[target].copy_(row, non_blocking=True)
+
+    def swap_in(self, pairs: Moves) -> None:
+        current = torch.cuda.current_stream(self._staging.device)
+        for sources, targets, staged in self._pieces(pairs):
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for row, source in zip(staged, sources, strict=True):
+                    row.copy_(self.blocks[source], non_blocking=True)
+            current.wait_stream(self._stream)
+            self._device_blocks.index_copy_(0, self._on_device(targets), staged)
+
+    def _pieces(self, pairs: Moves) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+        """Sources, targets and the staging rows of as many pairs as these hold."""
+        for start in range(0, len(pairs), len(self._staging)):
+            piece = pairs[start : start + len(self._staging)]
+            sources, targets = zip(*piece, strict=True)
+            yield sources, targets, self._staging[: len(piece)]
+
+    def _on_device(self, ids: tuple[int, ...]) -> Tensor:
+        return torch.tensor(ids, device=self._staging.device)
+
+    def _finish(self) -> None:
+        torch.cuda.synchronize(self._staging.device)
+
+
+def columns(pairs: Moves, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and second ids of non-empty pairs, int64."""
+    sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).T
+    return sources, targets
