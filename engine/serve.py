@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestRefused
 from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, Shutdown
+from engine.ranks import Ranks
 from engine.request import Request
 
 if TYPE_CHECKING:
@@ -29,17 +31,34 @@ def main() -> int:
     """Load, report, serve. Exit code 1 when the engine cannot start."""
     parser = argparse.ArgumentParser(description="slotmill engine process; started by the worker")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the queue side")
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    _die_with_parent()
+    conn = inherited(parser.parse_args().fd)
     _wait_briefly()
-    fd = parser.parse_args().fd
-    os.set_inheritable(fd, False)  # a child of ours must not keep the pipe open when we die
-    conn = Connection(fd)
     try:
         return _load_and_serve(conn)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the queue side is gone: nobody is left to serve or to tell
+
+
+class Pipe(Connection):
+    """A connection that more than one thread may send on."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Send it whole."""
+        with self._lock:
+            super().send(message)
+
+
+def inherited(fd: int) -> Pipe:
+    """The pipe to the process that started this one. From now on signals are ignored, and this process ends with that one."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    _die_with_parent()
+    os.set_inheritable(fd, False)  # a child of ours must not keep the pipe open when we die
+    return Pipe(fd)
 
 
 def _wait_briefly() -> None:
@@ -62,20 +81,41 @@ def _load_and_serve(conn: Connection) -> int:
     config: EngineConfig = conn.recv()
     conn.send(EngineLoading("importing torch"))
     started = time.perf_counter()
+    ranks = Ranks(config.tensor_parallel, lambda reason: _give_up(conn, reason)) if config.tensor_parallel > 1 else None
     try:
         from engine.core import Engine
-        from engine.model_runner import ModelRunner
 
         conn.send(EngineLoading(f"loading {config.model}"))
-        runner = ModelRunner(config)
+        runner = _runner(config, ranks)
     except EngineError as error:
         conn.send(EngineFailed(str(error)))
         return 1
     conn.send(_ready(runner, time.perf_counter() - started))
     gc.collect()
     gc.freeze()  # what was loaded lives as long as the process: later collections need not look at it
-    serve(Engine(runner), conn)
+    try:
+        serve(Engine(runner), conn)
+    finally:
+        runner.close()
     return 0
+
+
+def _runner(config: EngineConfig, ranks: Ranks | None) -> "ModelRunner":
+    """The model in this process alone, or shared with others."""
+    if ranks is None:
+        from engine.model_runner import ModelRunner
+
+        return ModelRunner(config)
+    from engine.parallel import TensorParallelRunner
+
+    return TensorParallelRunner(config, ranks)
+
+
+def _give_up(conn: Connection, reason: str) -> None:
+    """End this process, whose main thread may wait in a library for ever."""
+    with contextlib.suppress(OSError):
+        conn.send(EngineFailed(reason))
+    os._exit(1)
 
 
 def serve(engine: "Engine", conn: Connection) -> None:
@@ -100,10 +140,10 @@ def _handle(engine: "Engine", conn: Connection, message: object) -> bool:
             try:
                 engine.add_request(message)
             except RequestRefused as refusal:
-                conn.send(RequestRejected(message.request_id, refusal.field, str(refusal.value), refusal.limit, refusal.remedy))
+                conn.send(RequestRejected.of(message.request_id, refusal))
             return False
-        case Abort(request_id):
-            engine.abort(request_id)
+        case Abort(request_id, choice):
+            engine.abort(request_id, choice)
             return True
         case _:
             raise AssertionError(f"unknown message {type(message).__name__}")
@@ -123,6 +163,7 @@ def _ready(runner: "ModelRunner", load_s: float) -> EngineReady:
         num_blocks=limits.num_blocks,
         load_s=load_s,
         memory_table=runner.memory_table(),
+        block_bytes=runner.kv_bytes_per_token * limits.block_size,
     )
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -129,8 +129,12 @@ class Handler(Protocol):
 class EngineSupervisor:
     """Keeps one engine process running: a thread that starts it, reads from it, and starts it again with a backoff."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], handler: Handler) -> None:
+    def __init__(
+        self, config: EngineConfig, command: Sequence[str], handler: Handler, may_give_up: Callable[[], bool] = lambda: True
+    ) -> None:
+        """After too many failed starts it gives up when it `may_give_up`: not while other engines of the worker serve."""
         self._config = config
+        self._may_give_up = may_give_up
         self._command = command
         self._handler = handler
         self._process: EngineProcess | None = None
@@ -158,9 +162,13 @@ class EngineSupervisor:
         if process := self._process:
             process.send(message)
 
+    def leave(self) -> None:
+        """Begin to stop."""
+        self._stop.set()
+
     def stop(self) -> None:
         """Stop the engine and the thread."""
-        self._stop.set()
+        self.leave()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -217,9 +225,15 @@ class EngineSupervisor:
         self._failed_starts += not self.is_ready
         lived_long = self.is_ready and time.monotonic() - self._ready_at > LONG_LIFE_S
         self._deaths = 1 if lived_long else self._deaths + 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
+        if self._failed_starts >= MAX_FAILED_STARTS and self._may_give_up():
             self.failure = self.failure or reason
-        _log.error("engine_down", reason=reason, failed_starts=self._failed_starts, gives_up=self.failure is not None)
+        _log.error(
+            "engine_down",
+            device=self._config.device,
+            reason=reason,
+            failed_starts=self._failed_starts,
+            gives_up=self.failure is not None,
+        )
 
     def _backoff_s(self) -> float:
         """Nothing after a first death, then 1, 2, 4 ... seconds with jitter until an engine lives long again."""

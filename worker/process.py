@@ -1,8 +1,8 @@
 """The worker process: its threads, its signals, and the orderly way out.
 
     main            consumer: takes jobs, and waits
-    engine-reader   bridge and reader: tokens in, text out
-    engine-sender   bridge: requests and aborts
+    engine-reader   bridge and reader, one for each engine: tokens in, text out
+    engine-sender   bridge, one for each engine: requests and aborts
     publisher       frames and results
     leases          renewals, heartbeat, queue gauges
     control         cancel requests
@@ -16,21 +16,23 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 
+from engine.messages import Abort
+from engine.request import Request
 from worker import log
 from worker.attempt import RELEASED_BY_DRAIN
-from worker.bridge import EngineSupervisor
 from worker.broker import Broker, connect
 from worker.consumer import Consumer
 from worker.control import Control
 from worker.errors import EngineUnavailable
+from worker.fleet import Fleet
 from worker.health import HealthServer, Probes
 from worker.inflight import InFlight
 from worker.leases import STALL_S, Leases
 from worker.link import Link
 from worker.metrics import Metrics, Watched
 from worker.publisher import Publisher
-from worker.reader import Reader
 from worker.settings import Settings, hide_password
 
 MAX_SILENCE_S = 10.0
@@ -49,19 +51,20 @@ class WorkerProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._signals = 0
-        self.metrics = Metrics()
+        self.metrics = Metrics(num_engines=len(settings.engines))
         self._throttle = log.Throttle()
         self._links: list[Link] = []
         self._brokers: list[Broker] = []
-        self._inflight = InFlight(self.metrics, lambda message: self._engine.send(message))  # noqa: PLW0108  it is made below
-        self._reader = Reader(self._inflight, self.metrics, settings.model_name, self._inflight.changed.set)
-        self._engine = EngineSupervisor(settings.engine, settings.engine_command, self._reader)
+        self._inflight = InFlight(self.metrics, *(partial(self._send, engine) for engine in range(len(settings.engines))))
+        self._fleet = Fleet(
+            settings.engines, settings.engine_command, self._inflight, metrics=self.metrics, model=settings.model_name
+        )
         self._leases = Leases(
             *self._connection("leases"),
             self._inflight,
             metrics=self.metrics,
             settings=settings,
-            stalled_for_s=self._reader.stalled_for_s,
+            stalled_for_s=self._fleet.stalled_for_s,
             about=self._about,
         )
         self._publisher = Publisher(
@@ -74,7 +77,7 @@ class WorkerProcess:
         self._consumer = Consumer(
             *self._connection("consumer"),
             self._inflight,
-            reader=self._reader,
+            engines=self._fleet,
             metrics=self.metrics,
             settings=settings,
         )
@@ -91,20 +94,20 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         self._announce()
         try:
-            for part in (self._health, self._engine, self._leases, self._publisher, self._control):
+            for part in (self._health, self._fleet, self._leases, self._publisher, self._control):
                 part.start()
             self._consumer.run(self._may_go_on)
             self._drain()
         finally:
             self._stop()
-        if self._engine.failure is not None:
-            raise EngineUnavailable(f"no engine: {self._engine.failure}")
+        if self._fleet.failure is not None:
+            raise EngineUnavailable(f"no engine: {self._fleet.failure}")
         _log.info("worker_left")
         return 0
 
     def _announce(self) -> None:
         settings = self._settings
-        self.metrics.worker_info.info({"queue": settings.queue, "gpu": settings.engine.device})
+        self.metrics.worker_info.info({"queue": settings.queue, "gpu": settings.device_names})
         self.metrics.watch(
             Watched(self._state, self._is_connected, self._leases.age_max_s, lambda: self._publisher.num_buffered_tokens)
         )
@@ -113,7 +116,7 @@ class WorkerProcess:
             worker=settings.worker_id,
             queue=settings.queue,
             redis=hide_password(settings.redis_url),
-            device=settings.engine.device,
+            device=settings.device_names,
             model=settings.model_name,
             metrics=f"{self._health.url}/metrics",
         )
@@ -124,7 +127,7 @@ class WorkerProcess:
         self._consumer.give_back_claimed()
         if self._inflight.num_held:
             _log.info("draining", jobs=self._inflight.num_held, at_most_s=self._settings.drain_s)
-        while self._inflight.num_held and self._signals < 2 and self._reader.serving and (left := until - time.monotonic()) > 0:
+        while self._inflight.num_held and self._signals < 2 and self._fleet.serving and (left := until - time.monotonic()) > 0:
             self._consumer.wait_for_room(min(left, 0.25))
         until = time.monotonic() + RELEASE_S
         for attempt in self._inflight.held():
@@ -135,13 +138,16 @@ class WorkerProcess:
             _log.warning("left_to_their_leases", jobs=self._inflight.num_held)
 
     def _stop(self) -> None:
-        for part in (self._control, self._publisher, self._leases, self._engine, self._health):
+        for part in (self._control, self._publisher, self._leases, self._fleet, self._health):
             part.stop()
         for broker in self._brokers:
             broker.close()
 
+    def _send(self, engine: int, message: Request | Abort) -> None:
+        self._fleet.send(engine, message)
+
     def _may_go_on(self) -> bool:
-        return not self._signals and self._engine.failure is None
+        return not self._signals and self._fleet.failure is None
 
     def _on_signal(self, *_: object) -> None:
         """Count only: a handler may run while this very thread holds a lock."""
@@ -160,19 +166,19 @@ class WorkerProcess:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "gpu": self._settings.engine.device,
+            "gpu": self._settings.device_names,
             "model": self._settings.model_name,
             "state": self._state(),
-            "slots": self._reader.serving.ready.max_slots if self._reader.serving else 0,
+            "slots": self._fleet.num_slots,
             "active": self._inflight.num_inside,
         }
 
     def _state(self) -> str:
         if self._signals:
             return "draining"
-        if not self._reader.serving:
+        if not self._fleet.serving:
             return "loading"
-        return "stalled" if self._reader.stalled_for_s() > STALL_S else "serving"
+        return "stalled" if self._fleet.stalled_for_s() > STALL_S else "serving"
 
     def _is_connected(self) -> bool:
         return any(link.last_ok for link in self._links) and not any(link.is_failing for link in self._links)
@@ -180,14 +186,14 @@ class WorkerProcess:
     def _not_live(self) -> str:
         if (silent_s := time.monotonic() - self._consumer.turned_at) > MAX_TURN_S:
             return f"the main loop has not come around for {silent_s:.0f} s"
-        if (stalled_s := self._reader.stalled_for_s()) > STALL_S:
+        if (stalled_s := self._fleet.stalled_for_s()) > STALL_S:
             return f"the engine holds work and has made no step for {stalled_s:.0f} s"
         return ""
 
     def _not_ready(self) -> str:
         if self._signals:
             return "draining"
-        if not self._reader.serving:
+        if not self._fleet.serving:
             return "the engine is loading"
         if not self._is_connected():
             return "the server does not answer"
