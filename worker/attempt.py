@@ -1,16 +1,19 @@
 """One handing-over of a job to this worker: what was delivered, what came out of it, how far the log has it, how it ends.
 
-Relies on `wire` for jobs, on `frames` for results and on `output` for tokens and text. Leaves who may change it to `inflight`.
-All of it is plain data; an attempt is equal to itself alone.
+Relies on `wire` for jobs, on `frames` for results, on `output` for tokens and text, on `order` for the log of several choices.
+Leaves who may change it to `inflight`. All of it is plain data; an attempt is equal to itself alone.
 """
 
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
+from engine.messages import TokenLogprobs
 from engine.request import FinishReason
 from worker.broker import Delivery
 from worker.frames import Choice, FinalState, Result, Timings, Usage
+from worker.order import LogOrder
 from worker.output import Output
 from worker.wire import Job
 
@@ -31,8 +34,6 @@ class Ending:
     code: str = ""
     error: str = ""
     """One line for the result, without prompt text."""
-    detail: str = ""
-    """Why, where the finish reason alone does not say it."""
     why: str = ""
     """Label of the metric that counts it, where the code does not say it."""
     is_counted: bool = False
@@ -49,6 +50,11 @@ LOST_WITH_ENGINE = Ending("released", why="engine", is_counted=True)
 """The engine died with the job inside: an attempt, as when a whole worker dies."""
 
 
+def completed(attempt: "Attempt") -> Ending:
+    """The end of a job whose choices have all ended by themselves; it goes by the reason of the first."""
+    return Ending("succeeded", attempt.outputs[0].finish_reason or "")
+
+
 def internal_error(error: Exception) -> Ending:
     """The end of a job that met a fault of ours: what kind of fault, nothing of what it was about."""
     return Ending("failed", "error", "internal", f"internal: {type(error).__name__}; the worker's log at --verbose says where")
@@ -62,8 +68,13 @@ class Attempt:
     job: Job | None = None
     """None when the body could not be read."""
     prompt_token_ids: tuple[int, ...] = ()
-    output: Output | None = None
-    """None until the prompt is known to be good."""
+    outputs: tuple[Output, ...] = ()
+    """One for each choice; none until the prompt is known to be good."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    is_prompt_pending: bool = False
+    """A request of its own computes the prompt's log probabilities."""
+    order: LogOrder = field(init=False)
+    """Which tokens the log's numbers mean."""
     asked: Ending | None = field(init=False)
     """The end that was asked for before it started; the consumer carries it out once it knows what the log holds."""
     ending: Ending | None = None
@@ -76,9 +87,17 @@ class Attempt:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     num_cached_tokens: int = 0
+    engine: int = 0
+    """Which of the worker's engines has it, while one does."""
 
     def __post_init__(self) -> None:
+        self.expect(max(1, len(self.outputs)))
         self.asked = {"cancelled": CANCELLED, "expired": EXPIRED}.get(self.delivery.ending)
+
+    def expect(self, num_choices: int) -> LogOrder:
+        """An empty order for so many choices, from now on this attempt's."""
+        self.order = LogOrder(num_choices)
+        return self.order
 
     @property
     def request_id(self) -> str:
@@ -101,48 +120,84 @@ class Attempt:
         return not (self.ending or self.asked)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended and nothing else is waited for."""
+        return not self.is_prompt_pending and all(output.finish_reason for output in self.outputs)
+
+    @property
+    def width(self) -> int:
+        """Slots that it takes, or will when it starts, as far as we know."""
+        return sum([not output.finish_reason for output in self.outputs]) or 1
+
+    @property
     def is_streamed(self) -> bool:
         """Whether frames are published; without a stream they are logged only."""
         return self.job is not None and self.job.stream
 
     @property
+    def is_logged(self) -> bool:
+        """Whether tokens go to the log: a beam search has none before its end, and starts over after a crash."""
+        return self.job is not None and not self.job.beam_width
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices, those of earlier attempts included."""
+        return sum([len(output.token_ids) for output in self.outputs])
+
+    @property
     def num_unlogged(self) -> int:
         """Settled tokens that are not in the log yet."""
-        return self.output.num_settled - self.num_logged if self.output else 0
+        return sum([output.num_settled for output in self.outputs]) - self.num_logged if self.is_logged else 0
 
     @property
     def num_in_vain(self) -> int:
         """Tokens made here that nobody will see, should the job be dropped now."""
-        return len(self.output.token_ids) - max(self.num_logged, self.delivery.num_logged) if self.output else 0
+        return max(0, self.num_tokens - max(self.num_logged, self.delivery.num_logged))
 
     def due_at(self) -> float | None:
         """`time.monotonic` from which there is something to write, None while there is not."""
-        if self.ending or (self.output and not self.is_announced):
+        if self.ending or (self.outputs and not self.is_announced):
             return 0.0
-        waiting = self.num_unlogged
-        if not self.is_streamed:
-            return 0.0 if waiting >= LOG_TOKENS else None
-        if waiting <= 0:
+        job, planned = self.job, self.order.planned
+        waiting, is_resent = 0, self.order.n > self.num_logged
+        for choice, output in enumerate(self.outputs):  # a plain loop: this runs for every token
+            num_new = output.num_settled - planned[choice]
+            waiting = max(waiting, num_new)
+        if not (waiting or is_resent) or job is None or job.beam_width:
             return None
-        return 0.0 if waiting >= PUBLISH_TOKENS or not self.flushed_at else self.flushed_at + PUBLISH_S
+        if not job.stream:
+            return 0.0 if waiting >= LOG_TOKENS or is_resent else None
+        return 0.0 if waiting >= PUBLISH_TOKENS or is_resent or not self.flushed_at else self.flushed_at + PUBLISH_S
+
+    def unlogged(self) -> list[tuple[int, int, int]]:
+        """(choice, start, stop) of the tokens to log next, in order: what has a place in the log first, then what is new."""
+        order = self.order
+        stretches: list[tuple[int, int, int]] = []
+        assert order.n >= self.num_logged or not self.is_logged, "the log has more than anybody wrote"
+        if order.n > self.num_logged:
+            return list(islice(order.after(self.num_logged), len(self.outputs)))
+        for choice, output in enumerate(self.outputs if self.is_logged else ()):
+            start, stop = order.planned[choice], output.num_settled
+            if stop > start:
+                order.add(choice, stop)
+                stretches.append((choice, start, stop))
+        return stretches
 
     def result(self, ending: Ending, worker_id: str, model: str) -> Result:
         """What is stored when the job ends in `ending`."""
-        output = self.output
-        completion = len(output.token_ids) if output else 0
-        reason, detail = ending.finish_reason, ending.detail or None
         enqueued_at = self.delivery.enqueued_ms / 1000
         return Result(
             id=self.delivery.job_id,
             state=ending.state,
             code=ending.code or None,
             error=ending.error or None,
-            choices=(Choice(0, output.text, tuple(output.token_ids), reason, detail),) if output else (),
+            choices=tuple([self._choice(index, output) for index, output in enumerate(self.outputs)]),
+            prompt_logprobs=self.prompt_logprobs,
             usage=Usage(
                 prompt_tokens=len(self.prompt_token_ids),
-                completion_tokens=completion,
+                completion_tokens=self.num_tokens,
                 cached_tokens=self.num_cached_tokens,
-                resumed_tokens=self.delivery.num_logged if output else 0,
+                resumed_tokens=self.delivery.num_logged if self.outputs else 0,
             ),
             timings=Timings(
                 queued_s=self.queued_s,
@@ -153,4 +208,16 @@ class Attempt:
             worker=worker_id,
             model=model,
             metadata=self.job.metadata if self.job else {},
+        )
+
+    def _choice(self, index: int, output: Output) -> Choice:
+        has_logprobs = self.job is not None and self.job.logprobs is not None
+        return Choice(
+            index=index,
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            finish_reason=output.finish_reason,
+            detail=output.detail,
+            logprobs=tuple(output.logprobs) if has_logprobs else None,
+            score=output.score,
         )

@@ -5,6 +5,7 @@ Relies on `command` for what commands share. Leaves the work to the modules that
 """
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from engine.config import EngineConfig
+from engine.config import CHOICES, EngineConfig
 from worker import log
 from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.errors import InvalidOption, ServerUnavailable
@@ -48,8 +49,9 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
 @option("--served-name", default=None, help="What jobs call the model. Default: the value of --model.")
 @queue_options
-@option("--gpu", type=click.IntRange(min=0), default=None, help="GPU to use. Default: 0 where one is visible.")
+@option("--gpu", default=None, metavar="N[,N...]", help="GPUs to use, an engine on each. Default: 0 where one is visible.")
 @option("--cpu", is_flag=True, default=False, help="Use the CPU.")
+@option("--engines", type=click.IntRange(1, 64), default=1, help="Engines that share the CPU's cores.")
 @option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
 @option("--max-slots", type=int, default=None, help="Requests in one step. Default: from the device.")
 @option("--token-budget", type=int, default=None, help="Tokens computed in one step. Default: from the device.")
@@ -63,9 +65,27 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
     default="auto",
     help="Number format of the weights.",
 )
+@option("--kv-dtype", type=click.Choice(CHOICES["kv_dtype"]), default="auto", help="Number format of keys and values.")
+@option(
+    "--swap-blocks", type=int, default=None, help="KV blocks in host memory for preempted requests. Default: from the device."
+)
+@option(
+    "--preemption", type=click.Choice(CHOICES["preemption"]), default="auto", help="What becomes of a preempted request's KV."
+)
+@option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prompt beginnings.")
+@option("--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts over steps when the budget is short.")
+@option("--prefill-first", is_flag=True, default=False, help="Start waiting requests before running ones go on.")
+@option("--scheduling", type=click.Choice(CHOICES["scheduling"]), default="continuous", help="Who shares a step.")
+@option("--reservation", type=click.Choice(CHOICES["reservation"]), default="paged", help="KV set aside when a request starts.")
+@option("--aging", type=int, default=64, help="Requests of a higher lane that may overtake a waiting one, at most.")
+@option("--run-ahead", is_flag=True, default=False, help="Launch a step before the tokens of the last one are read.")
+@option("--batch-invariant", is_flag=True, default=False, help="The same bits in any batch, more slowly; CPU only.")
 @option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores.")
+@option("--tensor-parallel", type=int, default=1, help="GPUs (or CPU processes) that share one model.")
 @option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
 @option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
+@click.option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
+@option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
 @option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
 @option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers.")
@@ -75,15 +95,19 @@ def start(
     queue: str,
     model: str,
     served_name: str | None,
-    gpu: int | None,
+    gpu: str | None,
     cpu: bool,
+    engines: int,
     burst: bool,
     lease_s: float,
     drain_s: float,
+    tenant_weight: tuple[str, ...],
+    isolate_tenants: bool,
     metrics_port: int,
     metrics_host: str,
     engine_command: str | None,
     threads: int | None,
+    tensor_parallel: int,
     **sizes: object,
 ) -> None:
     """Take jobs from a queue and answer them until told to stop.
@@ -93,12 +117,16 @@ def start(
     from worker import process
 
     log.configure(verbose=is_verbose())
-    engine = EngineConfig(model=model, device=_device(gpu, cpu=cpu), num_threads=threads, **sizes)  # type: ignore[arg-type]
+    devices = _devices(gpu, cpu=cpu, num_engines=engines, per_engine=tensor_parallel)
+    shared = {"model": model, "device": devices[0], "num_threads": threads, "tensor_parallel": tensor_parallel}
     settings = Settings(
-        engine=engine,
+        engine=EngineConfig(**shared, **sizes),  # type: ignore[arg-type]
+        devices=devices,
         redis_url=redis_url,
         queue=queue,
         served_name=served_name,
+        tenant_weights=_weights(tenant_weight),
+        isolate_tenants=isolate_tenants,
         burst=burst,
         lease_s=lease_s,
         drain_s=drain_s,
@@ -145,16 +173,44 @@ def model_path(name: str) -> None:
     say(str(resolve(name)))
 
 
-def _device(gpu: int | None, *, cpu: bool) -> str:
-    """`cpu` or `cuda:N`; without a choice the first GPU when one is visible, said in the log."""
+def _devices(gpu: str | None, *, cpu: bool, num_engines: int, per_engine: int) -> tuple[str, ...]:
+    """The first, or only, device of each engine; without a choice GPU 0 when one is visible, said in the log."""
     _check_device(gpu, cpu=cpu)
-    if gpu is None and not cpu:
-        gpu = 0 if visible_gpus() else None
-        log.get("cli").info("device_chosen", device="cpu" if gpu is None else f"cuda:{gpu}", choose_with="--cpu or --gpu N")
-    return "cpu" if gpu is None else f"cuda:{gpu}"
+    is_chosen = cpu or gpu is not None
+    if not is_chosen and visible_gpus():
+        gpu = ",".join(map(str, range(per_engine)))
+    devices = ("cpu",) * num_engines if gpu is None else _gpus(gpu, per_engine)
+    if gpu is not None and num_engines > 1:
+        raise InvalidOption(
+            f"--engines: {num_engines}: on GPUs there is one for each that --gpu names; leave it out or give --cpu"
+        )
+    if not is_chosen:
+        log.get("cli").info("device_chosen", device=",".join(devices), choose_with="--cpu or --gpu N")
+    return devices
 
 
-def _check_device(gpu: int | None, *, cpu: bool) -> None:
+def _weights(given: tuple[str, ...]) -> dict[str, float]:
+    pairs = [text.rpartition("=") for text in given]
+    try:
+        return {name: float(weight) for name, _, weight in pairs}
+    except ValueError:
+        raise InvalidOption(f"--tenant-weight: {' '.join(given)[:64]}: no number after =; write NAME=2") from None
+
+
+def _gpus(names: str, per_engine: int) -> tuple[str, ...]:
+    """`0,1,2,3` as one device for each engine; its other GPUs follow that one."""
+    if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", names) or len(set(names.split(","))) <= names.count(","):
+        raise InvalidOption(f"--gpu: {names} is not a list of different GPUs; give numbers from 0 on, as in 0,1")
+    numbers = [int(name) for name in names.split(",")]
+    groups = [numbers[start : start + per_engine] for start in range(0, len(numbers), per_engine)]
+    if any(group != list(range(group[0], group[0] + per_engine)) for group in groups):
+        example = ",".join(map(str, range(per_engine)))
+        needed = f"--tensor-parallel {per_engine} needs {per_engine} GPUs in a row for each engine"
+        raise InvalidOption(f"--gpu: {names}: {needed}; give them all, as in {example}")
+    return tuple(f"cuda:{group[0]}" for group in groups)
+
+
+def _check_device(gpu: object, *, cpu: bool) -> None:
     if cpu and gpu is not None:
         raise InvalidOption(f"--cpu and --gpu {gpu} exclude each other; give one of them")
 

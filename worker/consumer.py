@@ -12,20 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from worker import log
-from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, STOPPED, Attempt, Ending, internal_error
+from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, Attempt, Ending, completed, internal_error
 from worker.broker import Broker, Delivery
 from worker.errors import InvalidJob, ServerUnavailable, SlotmillError, UnknownVersion
-from worker.frames import TokenFrame, decode_frame
 from worker.inflight import InFlight
-from worker.keys import LANES
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
-from worker.output import Output
-from worker.reader import Reader, Serving
+from worker.reader import Destination, Serving
+from worker.requests import check_fit, replay, requests_for
 from worker.settings import Settings, hide_password
-from worker.text import Detokenizer, StopMatcher
+from worker.tenants import Tenants
 from worker.wire import MAX_BODY_BYTES, Job, decode_job
 
 WAIT_S = 1.0
@@ -34,7 +32,6 @@ AHEAD_DIVISOR = 16
 round trip: with answers of 20 tokens that step would be 5 % of all slot-steps."""
 AHEAD_WAIT_S = 0.05
 """Nothing is taken ahead before a worker with a free slot has had this time to take it."""
-RANK = {lane: rank for rank, lane in enumerate(LANES)}
 
 _log = log.get("consumer")
 
@@ -48,16 +45,17 @@ class Consumer:
         link: Link,
         inflight: InFlight,
         *,
-        reader: Reader,
+        engines: Destination,
         metrics: Metrics,
         settings: Settings,
     ) -> None:
         self._broker = broker
         self._link = link
         self._inflight = inflight
-        self._reader = reader
+        self._engines = engines
         self._metrics = metrics
         self._settings = settings
+        self._tenants = Tenants(settings.tenant_weights, are_isolated=settings.isolate_tenants)
         self._claimed: deque[Attempt] = deque()
         self._has_group = False
         self._reclaim_at = 0.0
@@ -105,32 +103,32 @@ class Consumer:
         if not self._has_group:
             self._link.call("ensure_group", self._broker.ensure_group)
             self._has_group = True
-        serving = self._reader.serving
+        serving = self._engines.serving
         if self._claimed and serving:
-            self._start_claimed(serving)
-        elif not serving or not (room := self._room(serving)):
+            self._start_claimed()
+        elif not serving or not (room := self._room()):
             self.wait_for_room(WAIT_S)
         elif not self._claim(room):
             if not self._settings.burst:
-                self._wait_for_entry(serving)
+                self._wait_for_entry()
             elif self._inflight.num_held:
                 self.wait_for_room(WAIT_S)
             else:
                 return True
         return False
 
-    def _room(self, serving: Serving) -> int:
+    def _room(self) -> int:
         """How many jobs may be taken now: those that find a free slot, or, after a moment, the few that are taken ahead."""
-        if (free := self._free_slots(serving)) > 0:
+        if (free := self._free_slots()) > 0:
             return free
-        ahead = max(1, serving.ready.max_slots // AHEAD_DIVISOR)
+        ahead = max(1, self._engines.num_slots // AHEAD_DIVISOR)
         if free + ahead > 0:
             self.wait_for_room(AHEAD_WAIT_S)
-            free = self._free_slots(serving)
-        return free if free > 0 else free + ahead
+            free = self._free_slots()
+        return free if free > 0 else max(0, free + ahead)  # a job of several choices may have taken more than that
 
-    def _free_slots(self, serving: Serving) -> int:
-        return serving.ready.max_slots - self._inflight.num_open
+    def _free_slots(self) -> int:
+        return self._engines.num_slots - self._inflight.num_open
 
     def _claim(self, free: int) -> bool:
         """Claim up to `free` jobs: of dead workers when it is time to look, and the queue's next. Whether there were any."""
@@ -150,9 +148,9 @@ class Consumer:
             self._inflight.add(attempt)
             self._claimed.append(attempt)
 
-    def _start_claimed(self, serving: Serving) -> None:
-        """Start what is claimed, in order, on this engine. An attempt stays in line while the server does not answer."""
-        while self._claimed and self._reader.serving is serving:
+    def _start_claimed(self) -> None:
+        """Start what is claimed, in order, each where most is free. It stays in line while the server does not answer."""
+        while self._claimed and (serving := self._engines.serving):
             self._start_guarded(self._claimed[0], serving)
             self._claimed.popleft()
 
@@ -180,19 +178,26 @@ class Consumer:
             return _dead_letter(attempt)
         self._check_model(job)
         attempt.prompt_token_ids = tuple(serving.tokenizer.encode_prompt(job, serving.ready.max_model_len))
-        attempt.output = self._replay(attempt, job, serving)
+        check_fit(job, len(attempt.prompt_token_ids), serving.ready.max_slots)
+        replay(attempt, job, serving.tokenizer, self._read_log(attempt))
         if is_past_deadline(attempt, time.time()):
             return EXPIRED
-        if attempt.output.is_stopped:
-            return STOPPED
-        return self._hand_over(attempt, _request(attempt, job), serving)
+        requests = requests_for(
+            attempt,
+            job,
+            tenant=self._tenants.number(job.tenant),
+            weight=self._tenants.weight(job.tenant),
+            cache_salt=self._tenants.cache_salt(job.tenant),
+        )
+        return self._hand_over(attempt, requests, serving) if requests else completed(attempt)
 
-    def _hand_over(self, attempt: Attempt, request: Request, serving: Serving) -> Ending | None:
-        if not self._inflight.enter(attempt, request):
+    def _hand_over(self, attempt: Attempt, requests: list[Request], serving: Serving) -> Ending | None:
+        attempt.engine = serving.engine
+        if not self._inflight.enter(attempt, *requests):
             return attempt.asked
-        self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-        self._metrics.resumed_tokens.inc(len(request.output_token_ids))
-        return None if self._reader.serving is serving else MISSED_BY_ENGINE
+        self._metrics.prompt_tokens.inc(len(attempt.prompt_token_ids))
+        self._metrics.resumed_tokens.inc(attempt.delivery.num_logged)
+        return None if self._engines.has(serving) else MISSED_BY_ENGINE
 
     def _decode(self, attempt: Attempt) -> Job:
         delivery = attempt.delivery
@@ -217,23 +222,19 @@ class Consumer:
         if job.model is not None and job.model != served:
             raise InvalidJob("model", job.model, f"this worker serves {served}; leave it out or name that one")
 
-    def _replay(self, attempt: Attempt, job: Job, serving: Serving) -> Output:
-        """An output that stands where the log ends."""
-        detokenizer = Detokenizer(serving.tokenizer, attempt.prompt_token_ids)
-        output = Output(detokenizer, StopMatcher(job.stop, job.include_stop), job.min_tokens)
-        if attempt.delivery.num_logged:
-            frames = self._link.call("read_log", lambda: self._broker.read_log(attempt.delivery.job_id))
-            output.replay(_logged_token_ids(frames))
-            assert len(output.token_ids) == attempt.delivery.num_logged, "the log holds another number of tokens than it says"
-        return output
+    def _read_log(self, attempt: Attempt) -> list[bytes]:
+        """The frames of earlier attempts."""
+        if not attempt.delivery.num_logged:
+            return []
+        return self._link.call("read_log", lambda: self._broker.read_log(attempt.delivery.job_id))
 
     def _refused(self, attempt: Attempt, refusal: InvalidJob) -> Ending | None:
         if not self._is_under(attempt, refusal.job_id):
             return None
         return Ending("dead" if isinstance(refusal, UnknownVersion) else "failed", "error", refusal.code, str(refusal))
 
-    def _wait_for_entry(self, serving: Serving) -> None:
-        if self._free_slots(serving) <= 0:
+    def _wait_for_entry(self) -> None:
+        if self._free_slots() <= 0:
             return  # only with a free slot: what the doorbell tells must be taken at once
         wait_s = min(WAIT_S, self._until_deadline_s(), max(0.05, self._reclaim_at - time.monotonic()))
         self._link.call("wait", lambda: self._broker.wait_for_entry(wait_s))
@@ -257,37 +258,6 @@ class Consumer:
 def is_past_deadline(attempt: Attempt, now: float) -> bool:
     """Whether the job's own deadline has passed at unix time `now`."""
     return attempt.job is not None and attempt.job.deadline_ms is not None and attempt.job.deadline_ms <= now * 1000
-
-
-def _request(attempt: Attempt, job: Job) -> Request:
-    assert attempt.output is not None
-    return Request(
-        request_id=attempt.request_id,
-        prompt_token_ids=attempt.prompt_token_ids,
-        params=SamplingParams(
-            max_tokens=job.max_tokens,
-            min_tokens=job.min_tokens,
-            temperature=job.temperature,
-            top_k=job.top_k,
-            top_p=job.top_p,
-            seed=attempt.delivery.seed if job.seed is None else job.seed,
-            stop_token_ids=job.stop_token_ids,
-            ignore_eos=job.ignore_eos,
-        ),
-        output_token_ids=tuple(attempt.output.token_ids),
-        priority=RANK[job.priority],
-    )
-
-
-def _logged_token_ids(frames: list[bytes]) -> list[int]:
-    """The tokens of a log, in order; a frame counts from its own index on, whatever stood there before."""
-    token_ids: list[int] = []
-    for frame in map(decode_frame, frames):
-        if isinstance(frame, TokenFrame):
-            token_ids[frame.index :] = frame.token_ids
-        elif frame.event == "restart":
-            del token_ids[frame.index :]
-    return token_ids
 
 
 def _dead_letter(attempt: Attempt) -> Ending:

@@ -6,6 +6,7 @@ Leaves to `worker/client.py` where frames come from and what to do about a gap.
 
 from dataclasses import dataclass
 
+from engine.messages import TokenLogprobs
 from worker.frames import ControlFrame, Frame, Result, TokenFrame
 
 
@@ -26,6 +27,8 @@ class Delta:
     offset: int = 0
     """Where `text` starts in the choice's text, in characters."""
     is_restart: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, when they were asked for."""
 
 
 @dataclass(slots=True)
@@ -66,18 +69,21 @@ class Assembler:
         deltas: list[Delta] = []
         for choice in result.choices:
             progress = self._choices.setdefault(choice.index, _Progress())
-            whole = TokenFrame(0, choice.index, 0, choice.token_ids, choice.text, 0, choice.finish_reason)
+            whole = TokenFrame(
+                0, choice.index, 0, choice.token_ids, choice.text, 0, choice.finish_reason, choice.logprobs or ()
+            )
             deltas += _continue(progress, whole)
         return deltas
 
 
 def _continue(progress: _Progress, frame: TokenFrame) -> list[Delta]:
     token_ids = frame.token_ids[progress.num_tokens - frame.index :]
+    logprobs = frame.logprobs[progress.num_tokens - frame.index :]
     text = frame.text[progress.num_characters - frame.offset :]
     reason = None if progress.is_finished else frame.finish_reason
     if not (token_ids or text or reason):
         return []
-    delta = Delta(frame.choice, progress.num_tokens, token_ids, text, reason, progress.num_characters)
+    delta = Delta(frame.choice, progress.num_tokens, token_ids, text, reason, progress.num_characters, logprobs=logprobs)
     progress.num_tokens += len(token_ids)
     progress.num_characters += len(text)
     progress.is_finished |= bool(reason)

@@ -4,16 +4,19 @@ Relies on `worker/codec.py` for bounded msgpack. Leaves when to send to `worker/
 Keys are those of docs/protocol.md. Readers ignore keys they do not know, so that a newer worker may say more.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
+from engine.messages import TokenLogprobs
 from worker import codec
 from worker.errors import ProtocolError
 
 VERSION = 1
 MAX_RESULT_ITEMS = 1 << 24
 """Items of one list in a result: as many as a job may ask tokens."""
+MAX_RESULT_CONTAINERS = 1 << 23
+"""Lists and maps in a result or frame: enough for each of the log probabilities that a job may ask for."""
 
 FinalState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 """How a job can end; what is not among them has not ended."""
@@ -61,6 +64,8 @@ class TokenFrame:
     """Where `text` starts in the choice's text, in characters."""
     finish_reason: str | None = None
     """In the last frame of a choice."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, when they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,10 @@ class Choice:
     """stop, length, cancelled, expired or error; None for a choice that had not ended when its job did."""
     detail: str | None = None
     """Why, where the reason alone does not say it: `kv_capacity`, `model_length`."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token, when they were asked for."""
+    score: float | None = None
+    """Of a beam: the mean of its tokens' log probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +115,9 @@ class Result:
     error: str | None = None
     """Why, in one line: field, value, limit. Never text of the prompt."""
     choices: tuple[Choice, ...] = ()
+    """In order; of a beam search the best one first."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt but the first, when they were asked for."""
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     attempts: int = 0
@@ -122,6 +134,7 @@ class Result:
             "code": self.code,
             "error": self.error,
             "choices": [_choice_to_dict(choice) for choice in self.choices],
+            **({} if self.prompt_logprobs is None else {"prompt_logprobs": _plain(self.prompt_logprobs)}),
             "usage": asdict(self.usage),
             "timings": asdict(self.timings),
             "attempts": self.attempts,
@@ -132,16 +145,19 @@ class Result:
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """Write a frame; what is absent or at its default is left out of control frames."""
+    """Write a frame; what is absent is left out."""
     fields: dict[str, object] = {"v": VERSION, "a": frame.attempt}
     if isinstance(frame, TokenFrame):
-        fields |= {"c": frame.choice, "i": frame.index, "ids": list(frame.token_ids), "s": frame.text, "o": frame.offset}
-        optional: dict[str, object] = {"fr": frame.finish_reason}
-    else:
-        fields["e"] = frame.event
-        optional = {"state": frame.state, "code": frame.code, "usage": frame.usage and asdict(frame.usage)}
-        if frame.event == "restart":
-            optional |= {"c": frame.choice, "i": frame.index, "o": frame.offset}
+        fields |= {"c": frame.choice, "i": frame.index, "ids": frame.token_ids, "s": frame.text, "o": frame.offset}
+        if frame.finish_reason is not None:
+            fields["fr"] = frame.finish_reason
+        if frame.logprobs:
+            fields["lp"] = frame.logprobs
+        return codec.pack(fields)
+    usage = None if frame.usage is None else asdict(frame.usage)
+    optional: dict[str, object] = {"e": frame.event, "state": frame.state, "code": frame.code, "usage": usage}
+    if frame.event == "restart":
+        optional |= {"c": frame.choice, "i": frame.index, "o": frame.offset}
     return codec.pack(fields | {key: value for key, value in optional.items() if value is not None})
 
 
@@ -162,7 +178,7 @@ def decode_result(data: bytes) -> Result:
 
 def _decoded(what: str, data: bytes, build: Callable[["_Fields"], T]) -> T:
     try:
-        fields = _Fields(codec.unpack(data, max_items=MAX_RESULT_ITEMS))
+        fields = _Fields(codec.unpack(data, max_containers=MAX_RESULT_CONTAINERS, max_items=MAX_RESULT_ITEMS))
         if fields.get("v", int) != VERSION:
             raise ProtocolError(f"{what}: v {fields.get('v', int)}: this version reads {VERSION}; upgrade slotmill")
         return build(fields)
@@ -196,9 +212,15 @@ class _Fields:
             raise TypeError(f"{key} holds more than integers")
         return tuple(values)
 
-    def seconds(self, key: str) -> float | None:
+    def number(self, key: str) -> float | None:
         value = self._map.get(key)
         return None if value is None else float(value)
+
+    def logprobs(self, key: str) -> tuple[TokenLogprobs, ...] | None:
+        values = self.maybe(key, list)
+        if values is None:
+            return None
+        return tuple([TokenLogprobs(float(own), tuple([(int(i), float(p)) for i, p in top])) for own, top in values])
 
 
 def _frame(fields: _Fields) -> Frame:
@@ -213,6 +235,7 @@ def _frame(fields: _Fields) -> Frame:
             text=fields.get("s", str),
             offset=fields.get("o", int),
             finish_reason=fields.maybe("fr", str),
+            logprobs=fields.logprobs("lp") or (),
         )
     usage = fields.maybe("usage", dict)
     return ControlFrame(
@@ -235,9 +258,10 @@ def _result(fields: _Fields) -> Result:
         code=fields.maybe("code", str),
         error=fields.maybe("error", str),
         choices=tuple(_choice(_Fields(choice)) for choice in fields.maybe("choices", list) or ()),
+        prompt_logprobs=fields.logprobs("prompt_logprobs"),
         usage=_usage(_Fields(fields.maybe("usage", dict) or {})),
         timings=Timings(
-            queued_s=timings.seconds("queued_s") or 0.0, ttft_s=timings.seconds("ttft_s"), e2e_s=timings.seconds("e2e_s") or 0.0
+            queued_s=timings.number("queued_s") or 0.0, ttft_s=timings.number("ttft_s"), e2e_s=timings.number("e2e_s") or 0.0
         ),
         attempts=fields.maybe("attempts", int) or 0,
         worker=fields.maybe("worker", str),
@@ -253,18 +277,25 @@ def _choice(fields: _Fields) -> Choice:
         token_ids=fields.ints("token_ids"),
         finish_reason=fields.maybe("finish_reason", str),
         detail=fields.maybe("detail", str),
+        logprobs=fields.logprobs("logprobs"),
+        score=fields.number("score"),
     )
 
 
 def _choice_to_dict(choice: Choice) -> dict[str, object]:
-    detail = {} if choice.detail is None else {"detail": choice.detail}
+    logprobs = None if choice.logprobs is None else _plain(choice.logprobs)
+    optional = {"detail": choice.detail, "logprobs": logprobs, "score": choice.score}
     return {
         "index": choice.index,
         "text": choice.text,
         "token_ids": list(choice.token_ids),
         "finish_reason": choice.finish_reason,
-        **detail,
+        **{name: value for name, value in optional.items() if value is not None},
     }
+
+
+def _plain(logprobs: Iterable[TokenLogprobs]) -> list[object]:
+    return [[own, [list(pair) for pair in top]] for own, top in logprobs]
 
 
 def _usage(fields: _Fields) -> Usage:

@@ -24,11 +24,11 @@ _log = log.get("inflight")
 
 
 class InFlight:
-    """The table of attempts. `send` hands a message to the engine; it must not block."""
+    """The table of attempts. Each of `sends` hands a message to one of the engines; none may block."""
 
-    def __init__(self, metrics: Metrics, send: Callable[[Request | Abort], None]) -> None:
+    def __init__(self, metrics: Metrics, *sends: Callable[[Request | Abort], None]) -> None:
         self._metrics = metrics
-        self._send = send
+        self._sends = sends
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._held: dict[str, Attempt] = {}
@@ -36,18 +36,22 @@ class InFlight:
         self._dirty: set[Attempt] = set()
         self.changed = threading.Event()
         """Set when a slot may have become free; the consumer clears it."""
-        self.busy_since = 0.0
-        """`time.monotonic` of when the engine last got work after having none."""
+        self.busy_since = [0.0] * len(sends)
+        """`time.monotonic` of when each engine last got work after having none."""
 
     def held(self) -> list[Attempt]:
         """All attempts whose lease is ours to keep."""
         with self._lock:
             return list(self._held.values())
 
-    def inside(self) -> list[Attempt]:
-        """The attempts that the engine has."""
+    def inside(self, engine: int | None = None) -> list[Attempt]:
+        """The attempts that this engine has, or any."""
         with self._lock:
-            return list(self._inside.values())
+            return [attempt for attempt in self._inside.values() if engine in (None, attempt.engine)]
+
+    def num_slots_of(self, engine: int) -> int:
+        """How many slots the attempts take that this engine has."""
+        return sum(attempt.width for attempt in self.inside(engine))
 
     @property
     def num_held(self) -> int:
@@ -56,17 +60,17 @@ class InFlight:
 
     @property
     def num_open(self) -> int:
-        """How many attempts are held and have no ending yet."""
+        """How many slots the attempts take that are held and have no ending yet."""
         with self._lock:
-            return sum(attempt.ending is None for attempt in self._held.values())
+            return sum([attempt.width for attempt in self._held.values() if attempt.ending is None])
 
     @property
     def num_inside(self) -> int:
-        """How many attempts the engine has."""
+        """How many attempts the engines have."""
         return len(self._inside)
 
     def get(self, request_id: str) -> Attempt | None:
-        """The attempt that the engine has under this name."""
+        """The attempt that an engine has under this name."""
         with self._lock:
             return self._inside.get(request_id)
 
@@ -77,15 +81,19 @@ class InFlight:
             if attempt.ending:
                 self._mark(attempt)
 
-    def enter(self, attempt: Attempt, request: Request) -> bool:
-        """Hand it to the engine; False when its end was asked for or it was lost meanwhile. Its start is now due in the log."""
+    def enter(self, attempt: Attempt, *requests: Request) -> bool:
+        """Hand it to the engine, as one request or one for each choice; its start is now due in the log.
+
+        False when its end was asked for or it was lost meanwhile.
+        """
         with self._lock:
             if attempt.asked or attempt.ending or attempt.request_id not in self._held:
                 return False
-            if not self._inside:
-                self.busy_since = time.monotonic()
+            if not any(other.engine == attempt.engine for other in self._inside.values()):
+                self.busy_since[attempt.engine] = time.monotonic()
             self._inside[attempt.request_id] = attempt
-            self._send(request)
+            for request in requests:
+                self._send(request)
             self._mark(attempt)
             return True
 
@@ -98,7 +106,7 @@ class InFlight:
     def ask(self, attempt: Attempt, ending: Ending) -> None:
         """End it with what it has: at once, or, as long as that is not read from its log, when the consumer comes to it."""
         with self._lock:
-            if attempt.output is None:
+            if not attempt.outputs:
                 attempt.asked = attempt.asked or ending
                 return
         self.end(attempt, ending)
@@ -108,16 +116,23 @@ class InFlight:
 
         `inside` is false when the engine has let go of it by itself.
         """
-        if attempt.output and ending.state != "released":
-            attempt.output.close()  # a job that goes on elsewhere keeps back what it held back
         with self._lock:
             if attempt.ending or attempt.request_id not in self._held:
                 return False
+            for output in attempt.outputs:
+                output.close(ending.finish_reason)
             attempt.ending = ending
             self._leave(attempt, abort=inside)
             self._mark(attempt)
         self.changed.set()
         return True
+
+    def end_choice(self, attempt: Attempt, choice: int) -> None:
+        """Take one choice out of the engine; the others go on."""
+        with self._lock:
+            if attempt.request_id in self._inside:
+                self._send(Abort(attempt.request_id, choice))
+        self.changed.set()
 
     def drop(self, attempt: Attempt, why: str) -> bool:
         """Forget an attempt at a job that somebody else has now; False when it was gone already."""
@@ -161,8 +176,13 @@ class InFlight:
         self._written.notify_all()
 
     def _leave(self, attempt: Attempt, *, abort: bool) -> None:
-        if self._inside.pop(attempt.request_id, None) and abort:
+        if attempt.request_id in self._inside and abort:
             self._send(Abort(attempt.request_id))
+        self._inside.pop(attempt.request_id, None)
+
+    def _send(self, message: Request | Abort) -> None:
+        """To the engine of an attempt that is inside."""
+        self._sends[self._inside[message.request_id].engine](message)
 
     def _remove(self, attempt: Attempt) -> bool:
         with self._lock:

@@ -25,7 +25,7 @@ from worker.frames import Result
 from worker.keys import LANES
 from worker.wire import encode_body, parse_body
 
-SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "include_stop", "model")
+SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "include_stop", "model")
 """Options that are fields of the job body under the same name."""
 UNSERVED_S = 3.0
 """How long a job may stay queued before it is asked whether anybody serves the queue."""
@@ -51,6 +51,7 @@ SHOWN_IDS = 3
 @option("--top-k", type=int, default=0, help="Draw from the k likeliest tokens; 0 from all.")
 @option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that make up this probability.")
 @option("--seed", type=int, default=None, help="The same seed draws the same answer. Default: a new one for each job.")
+@option("--n", type=int, default=1, help="Answers to each prompt.")
 @click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times.")
 @option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
 @option("--include-stop", is_flag=True, help="Keep the stop text in the answer.")
@@ -204,6 +205,8 @@ class _Answers:
         for delta in stream:
             if self._as_json:
                 say(json.dumps({"id": job_id} | asdict(delta)))
+            elif delta.choice:  # one is printed as it comes, the others when all have ended
+                continue
             elif delta.is_restart:
                 self._end_line()
                 note(f"job {job_id}: starts again at character {delta.offset}")
@@ -216,6 +219,8 @@ class _Answers:
         else:
             self._is_inside_line |= stream.result.state == "succeeded"  # an empty answer is a line too
             self._end_line()
+            for choice in stream.result.choices[1:]:
+                say(choice.text)
             _explain(stream.result)
         return stream.result
 

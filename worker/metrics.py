@@ -4,9 +4,10 @@ Relies on prometheus_client and on the engine's `StepStats`. Leaves when to obse
 a present state are read at the scrape (`watch`), so that they are true when idle too. docs/operations.md lists the names.
 """
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -68,16 +69,34 @@ class Watched:
     buffered_tokens: Callable[[], int]
 
 
-class Metrics:
-    """All metrics of one worker process. Attributes are named as the metrics are, without prefix and unit of the count."""
+@dataclass(frozen=True, slots=True)
+class _EngineState:
+    """What an engine last said of itself; nothing while there is none."""
 
-    def __init__(self) -> None:
+    running: int = 0
+    slots: int = 0
+    waiting: int = 0
+    kv: KVCounts = field(default_factory=KVCounts)
+
+
+class Metrics:
+    """All metrics of one worker process. Attributes are named as the metrics are, without prefix and unit of the count.
+
+    What several engines have is added up; where one of them differs, the metrics with the label `engine` show it.
+    """
+
+    def __init__(self, num_engines: int = 1) -> None:
         self.registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        self._states = [_EngineState()] * num_engines
+        self._slots = [0] * num_engines
+        self._block_bytes = [0] * num_engines
         self._add_info()
         self._add_engine()
         self._add_jobs()
         self._add_queue()
-        self.engine_down()
+        for engine in range(num_engines):
+            self.engine_down(engine)
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""
@@ -91,7 +110,7 @@ class Metrics:
         self.lease_age_max_seconds.set_function(watched.lease_age_max_s)
         self.publish_buffer_tokens.set_function(watched.buffered_tokens)
 
-    def engine_ready(self, ready: EngineReady, model: str) -> None:
+    def engine_ready(self, ready: EngineReady, model: str, engine: int = 0) -> None:
         """The numbers that an engine resolved when it loaded."""
         self.model_info.info(
             {
@@ -102,28 +121,31 @@ class Metrics:
                 "max_slots": str(ready.max_slots),
             }
         )
-        self.slots.set(ready.max_slots)
         self.model_load_seconds.set(ready.load_s)
-        self._set_kv(KVCounts(capacity_blocks=ready.num_blocks, free_blocks=ready.num_blocks))
+        self._block_bytes[engine] = ready.block_bytes
+        self.engine_up.labels(str(engine)).set(1)
+        kv = KVCounts(capacity_blocks=ready.num_blocks, free_blocks=ready.num_blocks)
+        self._set_slots(engine, ready.max_slots)
+        self._set_state(engine, _EngineState(kv=kv))
 
-    def engine_down(self) -> None:
+    def engine_down(self, engine: int = 0) -> None:
         """Nothing runs and no block exists while there is no engine."""
-        for gauge in (self.slots, self.slots_active, self.requests_running, self.requests_waiting):
-            gauge.set(0)
-        self._set_kv(KVCounts())
+        self.engine_up.labels(str(engine)).set(0)
+        self._set_slots(engine, 0)
+        self._set_state(engine, _EngineState())
 
-    def step(self, stats: StepStats) -> None:
+    def step(self, stats: StepStats, engine: int = 0) -> None:
         """Record one step; gauges only when the report is not about a step."""
-        self.slots_active.set(stats.num_running)
-        self.requests_running.set(stats.num_running)
-        self.requests_waiting.set(stats.num_waiting)
-        self._set_kv(stats.kv)
+        self._set_state(engine, _EngineState(stats.num_running, stats.num_slots_taken, stats.num_waiting, stats.kv))
         if stats.num_preemptions:
-            self.preemptions.labels("recompute").inc(stats.num_preemptions)
-            self.preempted_tokens.labels("recompute").inc(stats.num_preempted_tokens)
-            self.wasted_tokens.labels("preempted").inc(stats.num_preempted_tokens)
+            self._count_preemptions(stats)
+        if stats.num_leaked_blocks:
+            self.leaked_blocks.inc(stats.num_leaked_blocks)
+        if stats.num_wasted_tokens:
+            self.wasted_tokens.labels("run_ahead").inc(stats.num_wasted_tokens)
         if not stats.num_tokens:
             return
+        self._count_sharing(stats, engine)
         for state in SLOT_STATES:
             if num_slots := getattr(stats.slots, state):
                 self.slot_steps.labels(state).inc(num_slots)
@@ -135,6 +157,24 @@ class Metrics:
         self.generated_tokens.inc(stats.num_generated_tokens)
         self.last_step_timestamp_seconds.set(time.time())
 
+    def _count_preemptions(self, stats: StepStats) -> None:
+        self.preemptions.labels("recompute").inc(stats.num_preemptions - stats.num_swap_preemptions)
+        self.preemptions.labels("swap").inc(stats.num_swap_preemptions)
+        self.preempted_tokens.labels("recompute").inc(stats.num_preempted_tokens)
+        self.preempted_tokens.labels("swap").inc(stats.num_swapped_tokens)
+        self.wasted_tokens.labels("preempted").inc(stats.num_preempted_tokens)
+
+    def _count_sharing(self, stats: StepStats, engine: int) -> None:
+        for counter, count in (
+            (self.swap_bytes.labels("out"), stats.num_swapped_out_blocks * self._block_bytes[engine]),
+            (self.swap_bytes.labels("in"), stats.num_swapped_in_blocks * self._block_bytes[engine]),
+            (self.copied_blocks, stats.num_copied_blocks),
+            (self.prefix_cache_queried_tokens, stats.num_prefix_queries),
+            (self.prefix_cache_hit_tokens, stats.num_prefix_hits),
+        ):
+            if count:
+                counter.inc(count)
+
     def job_ended(self, attempt: Attempt, ending: Ending) -> None:
         """Count a job whose end is stored."""
         self.jobs_finished.labels(ending.state, ending.finish_reason).inc()
@@ -143,9 +183,25 @@ class Metrics:
             self.refused.labels(ending.code).inc()
         if ending.state == "dead":
             self.jobs_dead.labels(ending.code).inc()
-        if attempt.output:
+        if attempt.outputs:
             self.job_prompt_tokens.observe(len(attempt.prompt_token_ids))
-            self.job_generated_tokens.observe(len(attempt.output.token_ids))
+            self.job_generated_tokens.observe(attempt.num_tokens)
+
+    def _set_slots(self, engine: int, slots: int) -> None:
+        with self._lock:
+            self._slots[engine] = slots
+            self.slots.set(sum(self._slots))
+
+    def _set_state(self, engine: int, state: _EngineState) -> None:
+        """Take in what one engine says and show the sums; each engine has a thread that calls this."""
+        self.engine_slots_active.labels(str(engine)).set(state.slots)
+        with self._lock:
+            self._states[engine] = state
+            self.slots_active.set(sum(each.slots for each in self._states))
+            self.requests_running.set(sum(each.running for each in self._states))
+            self.requests_waiting.set(sum(each.waiting for each in self._states))
+            counts = [each.kv for each in self._states]
+            self._set_kv(KVCounts(**{item.name: sum(getattr(kv, item.name) for kv in counts) for item in fields(KVCounts)}))
 
     def _set_kv(self, kv: KVCounts) -> None:
         self.kv_blocks.labels("used").set(kv.used_blocks)
@@ -166,6 +222,11 @@ class Metrics:
 
     def _add_engine(self) -> None:
         phases = ("prefill", "decode", "mixed")
+        engines = tuple(str(engine) for engine in range(len(self._states)))
+        self.engine_up = self._gauge("engine_up", "1 while this engine serves", engine=engines)
+        self.engine_slots_active = self._gauge(
+            "engine_slots_active", "Places held in this engine after its last step", engine=engines
+        )
         self.slots = self._gauge("slots", "Places in the batch")
         self.slots_active = self._gauge("slots_active", "Places held by a request after the last step")
         self.slot_steps = self._counter("slot_steps_total", "Slots of all steps by what they did", state=SLOT_STATES)
@@ -181,11 +242,20 @@ class Metrics:
         self.kv_blocks = self._gauge("kv_blocks", "KV blocks by state", state=("used", "cached", "free"))
         self.kv_blocks_capacity = self._gauge("kv_blocks_capacity", "KV blocks in all")
         self.kv_usage_ratio = self._gauge("kv_usage_ratio", "Used blocks over all blocks, 0 to 1")
-        self.kv_tokens_allocated = self._gauge("kv_tokens_allocated", "Token positions in used blocks")
+        self.kv_tokens_allocated = self._gauge("kv_tokens_allocated", "Token positions in used blocks and in blocks set aside")
         self.kv_tokens_filled = self._gauge("kv_tokens_filled", "Token positions that hold a computed token")
         modes = ("recompute", "swap")
         self.preemptions = self._counter("preemptions_total", "Running requests that gave up their blocks", mode=modes)
         self.preempted_tokens = self._counter("preempted_tokens_total", "Computed positions given up by preemption", mode=modes)
+        self.swap_bytes = self._counter(
+            "swap_bytes_total", "Bytes of KV blocks copied to or from host memory", direction=("out", "in")
+        )
+        self.copied_blocks = self._counter("copied_blocks_total", "KV blocks copied because a fork wrote to a shared one")
+        self.leaked_blocks = self._counter("leaked_blocks_total", "KV blocks that a fault had lost, taken back when idle")
+        self.prefix_cache_queried_tokens = self._counter(
+            "prefix_cache_queried_tokens_total", "Tokens of starting requests that were looked up in the prefix cache"
+        )
+        self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens_total", "Of those, tokens found there")
         self.requests_running = self._gauge("requests_running", "Requests that hold a slot")
         self.requests_waiting = self._gauge("requests_waiting", "Requests inside the engine without a slot")
 

@@ -3,7 +3,7 @@
 Relies on `Attempt.due_at` for when something is due, on `broker` for the scripts. Leaves what is said to reader and consumer.
 The engine never waits for any of this: tokens are kept in the attempt until the log has them.
 
-1. An attempt has one frame on the way at a time, so its order needs no care.
+1. An attempt has the frames of one flush on the way at a time, one for each choice; the server takes them in order.
 2. Nothing counts as written until the server says so. After an error the same is sent again; the log answers where it ends.
 3. An end is written when the log has every token, and refused by the server otherwise.
 4. Nothing is written while our leases may have run out.
@@ -17,7 +17,7 @@ from typing import TypeVar
 from worker import log
 from worker.attempt import CANCELLED, Attempt, Ending
 from worker.broker import Broker, Emission, EmitReply, Finish
-from worker.frames import ControlFrame, TokenFrame, encode_frame, encode_result
+from worker.frames import ControlFrame, Frame, TokenFrame, encode_frame, encode_result
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
@@ -100,32 +100,30 @@ class Publisher:
 
     @staticmethod
     def _has_frame(attempt: Attempt) -> bool:
-        if attempt.ending and attempt.ending.state == "released" and not attempt.is_announced:
-            return False  # it never ran: nothing to tell
-        return attempt.output is not None and (not attempt.is_announced or attempt.num_unlogged > 0)
+        return bool(attempt.outputs) and not _never_ran(attempt) and (not attempt.is_announced or attempt.num_unlogged > 0)
 
     def _emit(self, attempts: Iterable[Attempt]) -> None:
-        """Send the next frame of each, and take in the answers."""
-        frames = [(attempt, self._built(attempt, self._next_frame)) for attempt in attempts if self._has_frame(attempt)]
-        sent = [(attempt, frame) for attempt, frame in frames if frame]
+        """Send the next frames of each, and take in the answers."""
+        frames = [(attempt, self._built(attempt, self._next_frames)) for attempt in attempts if attempt.outputs]
+        sent = [(attempt, emission) for attempt, emissions in frames for emission in emissions or ()]
         if not sent:
             return
         replies = self._link.call("emit", lambda: self._broker.emit([emission for _, emission in sent]))
         for (attempt, emission), reply in zip(sent, replies, strict=True):
             self._note_emitted(attempt, emission, reply)
 
-    def _next_frame(self, attempt: Attempt) -> Emission:
-        delivery, output = attempt.delivery, attempt.output
-        assert output is not None
-        start, stop = attempt.num_logged, output.num_settled
+    @staticmethod
+    def _next_frames(attempt: Attempt) -> list[Emission]:
+        """The start, or a frame of each choice that has something new."""
+        n = attempt.num_logged
+        emissions: list[Emission] = []
         if not attempt.is_announced:
-            stop = start
-            frame = encode_frame(ControlFrame(delivery.attempt, "start"))
-        else:
-            token_ids, text, offset = output.slice(start, stop)
-            reason = attempt.ending.finish_reason if attempt.ending and stop == len(output.token_ids) else None
-            frame = encode_frame(TokenFrame(delivery.attempt, 0, start, tuple(token_ids), text, offset, reason or None))
-        return Emission(delivery.job_id, delivery.lease, delivery.attempt, start, stop, frame, attempt.is_streamed)
+            start = ControlFrame(attempt.delivery.attempt, "start")
+            return [] if _never_ran(attempt) else [_emission(attempt, n, n, start)]
+        for choice, first, stop in attempt.unlogged():
+            emissions.append(_emission(attempt, n, n + stop - first, _token_frame(attempt, choice, first, stop)))
+            n += stop - first
+        return emissions
 
     def _note_emitted(self, attempt: Attempt, emission: Emission, reply: EmitReply) -> None:
         if reply.status == "fenced":
@@ -183,7 +181,7 @@ class Publisher:
             code=ending.code,
             result=encode_result(result),
             end_frame=encode_frame(end),
-            expected_n=attempt.num_logged if attempt.output else None,
+            expected_n=attempt.num_logged if attempt.outputs else None,
             result_ttl_s=job.result_ttl_s,
             batch_id=job.batch_id,
             error=ending.error,
@@ -209,6 +207,32 @@ class Publisher:
 
     def _log_end(self, attempt: Attempt, ending: Ending) -> None:
         write = _log.info if ending.state == "succeeded" else _log.warning
-        tokens = len(attempt.output.token_ids) if attempt.output else 0
         note = {"error": ending.error} if ending.error else {}
-        write("job_ended", job=attempt.delivery.job_id, state=ending.state, reason=ending.finish_reason, tokens=tokens, **note)
+        write(
+            "job_ended",
+            job=attempt.delivery.job_id,
+            state=ending.state,
+            reason=ending.finish_reason,
+            tokens=attempt.num_tokens,
+            **note,
+        )
+
+
+def _never_ran(attempt: Attempt) -> bool:
+    """Whether it is given back before its start was told: there is nothing to tell."""
+    return not attempt.is_announced and attempt.ending is not None and attempt.ending.state == "released"
+
+
+def _emission(attempt: Attempt, previous_n: int, n: int, frame: Frame) -> Emission:
+    delivery = attempt.delivery
+    return Emission(delivery.job_id, delivery.lease, delivery.attempt, previous_n, n, encode_frame(frame), attempt.is_streamed)
+
+
+def _token_frame(attempt: Attempt, choice: int, start: int, stop: int) -> TokenFrame:
+    output = attempt.outputs[choice]
+    reason = output.finish_reason  # before the length, which does not change after it
+    token_ids, text, offset = output.slice(start, stop)
+    is_last = reason is not None and stop == len(output.token_ids)
+    logprobs = tuple(output.logprobs[start:stop]) if output.logprobs else ()
+    number = attempt.delivery.attempt
+    return TokenFrame(number, choice, start, tuple(token_ids), text, offset, reason if is_last else None, logprobs)

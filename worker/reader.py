@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from engine.errors import one_line
 from engine.messages import EngineReady, RequestRejected, StepReport, TokenEvent
 from engine.request import FinishReason
 from worker import log
-from worker.attempt import LOST_WITH_ENGINE, STOPPED, Attempt, Ending, internal_error
+from worker.attempt import LOST_WITH_ENGINE, Attempt, Ending, completed, internal_error
 from worker.errors import EngineUnavailable
 from worker.inflight import InFlight
 from worker.keys import LANES
@@ -29,42 +30,72 @@ class Serving:
 
     ready: EngineReady
     tokenizer: Tokenizer
+    engine: int = 0
+    """Its number among the worker's engines."""
+
+
+class Destination(Protocol):
+    """Where jobs go: one engine, or several as one."""
+
+    @property
+    def serving(self) -> Serving | None:
+        """The engine that the next job goes to; None while there is none."""
+
+    @property
+    def num_slots(self) -> int:
+        """Places in the batches of those that serve."""
+
+    def has(self, serving: Serving) -> bool:
+        """Whether this very engine process still serves."""
 
 
 class Reader:
-    """Acts on the engine's messages; see `bridge.Handler`."""
+    """Acts on the messages of one engine; see `bridge.Handler`."""
 
-    def __init__(self, inflight: InFlight, metrics: Metrics, model: str, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when the engine becomes ready."""
+    def __init__(
+        self, inflight: InFlight, metrics: Metrics, model: str, on_change: Callable[[], None], *, engine: int = 0
+    ) -> None:
+        """`on_change` is called when the engine, whose number is `engine`, becomes ready."""
         self._inflight = inflight
         self._metrics = metrics
         self._model = model
         self._on_change = on_change
+        self._engine = engine
         self._late_tokens = metrics.wasted_tokens.labels("aborted")
         self._inter_token_s = {lane: metrics.inter_token_latency_seconds.labels(lane) for lane in LANES}
         self.serving: Serving | None = None
         """None while there is no engine to send requests to."""
         self._last_report = 0.0
 
+    @property
+    def num_slots(self) -> int:
+        """Places in the batch, 0 while there is no engine."""
+        return self.serving.ready.max_slots if self.serving else 0
+
+    def has(self, serving: Serving) -> bool:
+        """Whether this very engine process still serves."""
+        return self.serving is serving
+
     def stalled_for_s(self) -> float:
         """Seconds without a step while the engine had work; 0 when it has none."""
-        if not self._inflight.num_inside or not self.serving:
+        if not self._inflight.inside(self._engine) or not self.serving:
             return 0.0
-        return max(0.0, time.monotonic() - max(self._last_report, self._inflight.busy_since))
+        return max(0.0, time.monotonic() - max(self._last_report, self._inflight.busy_since[self._engine]))
 
     def on_loading(self, phase: str) -> None:
         """See `bridge.Handler`."""
-        _log.info("engine_loading", phase=phase)
+        _log.info("engine_loading", engine=self._engine, phase=phase)
 
     def on_ready(self, ready: EngineReady) -> None:
         """See `bridge.Handler`."""
         try:
-            serving = Serving(ready, Tokenizer(Path(ready.model_dir)))
+            serving = Serving(ready, Tokenizer(Path(ready.model_dir)), self._engine)
         except Exception as error:  # tokenizers raises plain ones
             raise EngineUnavailable(f"tokenizer: the files in {ready.model_dir} cannot be read: {one_line(error)}") from error
-        self._metrics.engine_ready(ready, self._model)
+        self._metrics.engine_ready(ready, self._model, self._engine)
         _log.info(
             "engine_ready",
+            engine=self._engine,
             model=self._model,
             device=ready.device,
             dtype=ready.dtype,
@@ -80,8 +111,8 @@ class Reader:
     def on_down(self) -> None:
         """See `bridge.Handler`. What was inside is given back with an attempt spent: any of it may have killed the engine."""
         self.serving = None  # before the look inside: the consumer checks it after it has put a job there
-        self._metrics.engine_down()
-        for attempt in self._inflight.inside():
+        self._metrics.engine_down(self._engine)
+        for attempt in self._inflight.inside(self._engine):
             self._inflight.end(attempt, LOST_WITH_ENGINE, inside=False)
 
     def on_rejected(self, rejection: RequestRejected) -> None:
@@ -100,8 +131,12 @@ class Reader:
                 touched.append(attempt)
             else:
                 self._late_tokens.inc(len(event.token_ids))
+        for rejection in report.rejected:
+            self.on_rejected(rejection)
         self._inflight.touch(touched)
-        self._metrics.step(report.stats)
+        if report.stats.num_leaked_blocks:
+            _log.error("kv_blocks_leaked", blocks=report.stats.num_leaked_blocks)
+        self._metrics.step(report.stats, self._engine)
 
     def _take_guarded(self, attempt: Attempt, event: TokenEvent) -> None:
         try:
@@ -112,21 +147,37 @@ class Reader:
             self._inflight.end(attempt, internal_error(error))
 
     def _take(self, attempt: Attempt, event: TokenEvent) -> None:
-        output = attempt.output
-        assert output is not None, "an attempt inside the engine has an output"
-        assert event.index == len(output.token_ids), f"tokens from {event.index} follow {len(output.token_ids)}"
-        if late := output.push(event.token_ids):
-            self._late_tokens.inc(late)
         attempt.num_cached_tokens = max(attempt.num_cached_tokens, event.num_cached_tokens)
+        if event.prompt_logprobs is not None:
+            attempt.prompt_logprobs = event.prompt_logprobs
+        if event.choice == len(attempt.outputs):  # the request that computes the prompt alone
+            attempt.is_prompt_pending = event.finish_reason is None
+        elif not self._push(attempt, event):
+            return
+        if event.finish_reason is FinishReason.ERROR:
+            self._inflight.end(attempt, Ending("failed", "error", "internal", f"engine: {event.detail or 'error'}"))
+        elif attempt.is_complete:
+            self._inflight.end(attempt, completed(attempt), inside=event.finish_reason is None)
+
+    def _push(self, attempt: Attempt, event: TokenEvent) -> bool:
+        """Add the tokens to their choice; whether the choice has ended with them."""
+        output, reason = attempt.outputs[event.choice], event.finish_reason
+        if output.finish_reason:  # the engine did not know that yet
+            self._late_tokens.inc(len(event.token_ids))
+            return False
+        assert event.start == len(output.token_ids), f"tokens from {event.start} follow {len(output.token_ids)}"
+        if reason is not None:
+            output.score = event.score
+            output.detail = None if reason is FinishReason.ERROR else event.detail or None
+        if late := output.push(event.token_ids, event.logprobs, None if reason is None else reason.value):
+            self._late_tokens.inc(late)
         self._time(attempt, len(event.token_ids))
-        is_over = event.finish_reason is not None
-        if output.is_stopped:
-            self._inflight.end(attempt, STOPPED, inside=not is_over)
-        elif event.finish_reason is not None:
-            self._inflight.end(attempt, _ending(event.finish_reason, event.detail), inside=False)
+        if output.is_stopped and reason is None and not attempt.is_complete:
+            self._inflight.end_choice(attempt, event.choice)
+        return output.is_stopped or reason is not None
 
     def _time(self, attempt: Attempt, num_tokens: int) -> None:
-        if not num_tokens:
+        if not num_tokens or attempt.last_token_at == self._last_report:  # several choices of one step
             return
         if attempt.last_token_at:
             per_token_s = (self._last_report - attempt.last_token_at) / num_tokens
@@ -136,9 +187,3 @@ class Reader:
             waited_s = max(0.0, attempt.first_token_at - attempt.delivery.enqueued_ms / 1000)
             self._metrics.time_to_first_token_seconds.labels(attempt.priority).observe(waited_s)
         attempt.last_token_at = self._last_report
-
-
-def _ending(reason: FinishReason, detail: str) -> Ending:
-    if reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return Ending("succeeded", reason.value, detail=detail)
-    return Ending("failed", "error", "internal", f"engine: {detail or reason.value}")

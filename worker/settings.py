@@ -8,10 +8,12 @@ import os
 import re
 import socket
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, usable_cores
 from worker.errors import InvalidOption
 from worker.keys import Keys
 
@@ -38,12 +40,19 @@ class Settings:
     """Options of one worker process. Seconds end in `_s`."""
 
     engine: EngineConfig
+    """What every engine is told; its device where `devices` is empty."""
+    devices: tuple[str, ...] = ()
+    """Devices of the engines behind this worker, one each."""
     redis_url: str = DEFAULT_REDIS_URL
     queue: str = DEFAULT_QUEUE
     served_name: str | None = None
     """The name a job's `model` must equal when it gives one. Default: the engine's `model`."""
     worker_id: str = field(default_factory=default_worker_id)
     """Name of the consumer and of `worker:<id>`."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the engine by tenant; who is not named has 1."""
+    isolate_tenants: bool = False
+    """No tenant finds another's prefixes in the cache, nor can it tell from the time of an answer what they hold."""
     burst: bool = False
     """Leave when the queue is empty and nothing is in flight."""
     lease_s: float = 30.0
@@ -64,7 +73,26 @@ class Settings:
             raise InvalidOption(f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25")
         if not 0 <= self.metrics_port <= 65535:
             raise InvalidOption(f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one")
+        for name, weight in self.tenant_weights.items():
+            if not 1 <= len(name) <= 128 or not 0.001 <= weight <= 1000:
+                limits = "not a name of 1 to 128 characters with a weight of 0.001 to 1000"
+                raise InvalidOption(f"--tenant-weight: {name[:64]}={weight:g} is {limits}; write acme=2")
         Keys(self.queue)  # refuses a name that cannot stand in a key
+
+    @cached_property
+    def engines(self) -> tuple[EngineConfig, ...]:
+        """The configuration of each engine. Those on a CPU share its cores, unless the threads of each are given."""
+        devices = self.devices or (self.engine.device,)
+        on_cpu = devices.count("cpu") * self.engine.tensor_parallel
+        threads = self.engine.num_threads
+        if threads is None and on_cpu > 1:
+            threads = max(1, usable_cores() // on_cpu)
+        return tuple(replace(self.engine, device=device, num_threads=threads) for device in devices)
+
+    @property
+    def device_names(self) -> str:
+        """The devices, for people."""
+        return ",".join(engine.device for engine in self.engines)
 
     @property
     def model_name(self) -> str:

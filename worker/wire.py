@@ -7,14 +7,14 @@ The fields are described in docs/protocol.md.
 """
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from worker import codec
+from engine.request import Grammar
+from worker import codec, response_format
 from worker.codec import MalformedError
 from worker.errors import InvalidJob, UnknownVersion
 from worker.keys import LANES
@@ -27,27 +27,13 @@ MAX_TOKENS = 1 << 24
 """More than any model's length; the limit that counts is the engine's."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_METADATA_BYTES = 16 << 10
-MAX_SCHEMA_BYTES = 64 << 10
+MAX_JOB_TOKENS = 1 << 24
+"""Tokens that all choices of a job may ask for together: with their text below the 512 MiB of one value."""
+MAX_LOGPROBS = 1 << 20
+"""Log probabilities that a job may ask for: some 16 MB of result, and 100 MB of memory while it is made and read."""
 
 ENTRY_FIELDS = ("v", "id", "m", "j")
-RESPONSE_FORMATS = ("json_object", "json_schema", "regex")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-
-UNSUPPORTED: Mapping[str, str] = MappingProxyType(
-    {
-        "n": "one choice",
-        "beam_width": "no beam search",
-        "presence_penalty": "no penalties",
-        "frequency_penalty": "no penalties",
-        "repetition_penalty": "no penalties",
-        "logit_bias": "no logit bias",
-        "min_p": "no min_p",
-        "logprobs": "no logprobs",
-        "prompt_logprobs": "no logprobs",
-        "response_format": "free text",
-    }
-)
-"""Fields that this version serves at their default only, and what it serves. Other values are refused, never ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +55,9 @@ class Job:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    banned_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     """None: drawn at the first claim."""
     n: int = 1
@@ -79,7 +68,8 @@ class Job:
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    response_format: Mapping[str, object] | None = None
+    response_format: Grammar | None = None
+    """None: free text."""
     stream: bool = True
     priority: str = "normal"
     """The lane it came from, when decoded from a stream entry."""
@@ -93,6 +83,11 @@ class Job:
     batch_id: str | None = None
     custom_id: str | None = None
     traceparent: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that its result holds."""
+        return max(self.n, self.beam_width)
 
 
 class _LimitError(ValueError):
@@ -184,14 +179,6 @@ def _map(max_bytes: int) -> Check:
     )
 
 
-def _response_format(value: Any) -> Mapping[str, object]:
-    wanted: dict[str, object] = _map(MAX_SCHEMA_BYTES)(value)
-    _when(lambda kind: kind in RESPONSE_FORMATS, f"a map whose type is one of {', '.join(RESPONSE_FORMATS)}")(
-        wanted.get("type")
-    )
-    return wanted
-
-
 def _job_id(value: Any) -> str:
     printable = type(value) is str and 1 <= len(value) <= MAX_ID_CHARS and value.isprintable()
     if not printable or any(character in " {}" for character in value):
@@ -216,8 +203,10 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "top_k": _integer(0, MAX_TOKEN_ID),
         "presence_penalty": _number(-2, 2),
         "frequency_penalty": _number(-2, 2),
-        "repetition_penalty": _number(0, math.inf, above=True),
+        "repetition_penalty": _number(0.01, 100),
         "logit_bias": _logit_bias,
+        "allowed_token_ids": _token_ids(0, 1024),
+        "banned_token_ids": _token_ids(0, 1024),
         "seed": _or_null(_integer(-(2**63), 2**64 - 1)),
         "n": _integer(1, 4096),
         "beam_width": _when(
@@ -229,7 +218,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "include_stop": _flag,
         "logprobs": _or_null(_integer(0, 20)),
         "prompt_logprobs": _or_null(_integer(0, 20)),
-        "response_format": _or_null(_response_format),
+        "response_format": _or_null(response_format.parse),
         "stream": _flag,
         "priority": _one_of(LANES),
         "tenant": _or_null(_text(0, 128)),
@@ -247,6 +236,22 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 _PRIVATE = (*PROMPTS, "metadata")
 _NEUTRAL = Job()
+_NOT_WITH_BEAMS = (
+    "n",
+    "min_p",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "banned_token_ids",
+    "logprobs",
+    "response_format",
+    "stop",
+)
+"""What draws, changes or reports logits, or ends an answer before the search does."""
 
 
 def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:
@@ -279,9 +284,6 @@ def parse_body(body: Mapping[str, object]) -> Job:
             raise _unknown(name, FIELDS)
     job = Job(**values)
     _check_together(job, given=values.keys())
-    for name, served in UNSUPPORTED.items():
-        if getattr(job, name) != getattr(_NEUTRAL, name):
-            raise InvalidJob(name, _shown(name, body[name]), f"not supported by this version, which serves {served}")
     return job
 
 
@@ -390,8 +392,23 @@ def _check_together(job: Job, given: Iterable[str]) -> None:
         raise InvalidJob("prompt", " and ".join(prompts) or "missing", f"exactly one of {', '.join(PROMPTS)}")
     if job.min_tokens > job.max_tokens:
         raise InvalidJob("min_tokens", job.min_tokens, f"at most max_tokens, which is {job.max_tokens}")
-    if job.beam_width and (job.n > 1 or "temperature" in given):
-        raise InvalidJob("beam_width", job.beam_width, "excludes n above 1 and temperature")
+    if job.num_choices > 1 and not job.max_tokens:
+        raise InvalidJob("max_tokens", 0, "at least 1 with n or beam_width: 0 computes the prompt only")
+    if job.num_choices * job.max_tokens > MAX_JOB_TOKENS:
+        raise InvalidJob("max_tokens", job.max_tokens, f"at most {MAX_JOB_TOKENS} in all of the {job.num_choices} choices")
+    check_logprobs("logprobs", job.logprobs, job.n * job.max_tokens)
+    if job.beam_width:
+        changed = (name for name in _NOT_WITH_BEAMS if getattr(job, name) != getattr(_NEUTRAL, name))
+        if excluded := "temperature" if "temperature" in given else next(changed, None):
+            raise InvalidJob("beam_width", job.beam_width, f"excludes {excluded}; leave one of them out")
+
+
+def check_logprobs(name: str, num_top: int | None, num_tokens: int) -> None:
+    """`InvalidJob` when so many tokens, each with so many likeliest ones, are more than a result should hold."""
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_LOGPROBS:
+        raise InvalidJob(
+            name, num_top, f"at most {MAX_LOGPROBS} log probabilities; {num_tokens} tokens have {1 + num_top} each"
+        )
 
 
 def _unknown(name: str, known: Iterable[str]) -> InvalidJob:

@@ -135,3 +135,40 @@ def test_a_bare_xadd_from_redis_cli_is_answered(redis_url: str, queue: str, redi
 
     assert (result.state, result.choices[0].finish_reason in ("stop", "length")) == ("succeeded", True)
     assert result.choices[0].text
+
+
+def test_every_kind_of_answer_comes_out_of_one_queue(redis_url: str, queue: str, prompts: list[list[int]]) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    prompt = {"prompt_token_ids": prompts[0][:40], "max_tokens": 8, "ignore_eos": True}
+    asked = {
+        "choices": {**prompt, "n": 3, "seed": 7},
+        "first": {**prompt, "seed": 7},
+        "beams": {**prompt, "beam_width": 3},
+        "scored": {**prompt, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+        "penalized": {**prompt, "temperature": 0, "presence_penalty": 2.0, "repetition_penalty": 1.5},
+        "biased": {**prompt, "temperature": 0, "logit_bias": {"28": 100.0}},
+        "json": {
+            "messages": [{"role": "user", "content": "Name a city. Answer in JSON."}],
+            "max_tokens": 40,
+            "temperature": 0,
+            "response_format": {"type": "json_schema", "schema": schema},
+        },
+    }
+    with real_worker(redis_url, queue, "--max-slots", "16") as worker, Client(redis_url, queue) as client:
+        jobs = {name: client.enqueue(**fields) for name, fields in asked.items()}  # type: ignore[arg-type]
+        results = {name: client.result(job_id, RUN_S) for name, job_id in jobs.items()}
+        samples = worker.samples()
+
+    assert {result.state for result in results.values()} == {"succeeded"}
+    choices = [choice.token_ids for choice in results["choices"].choices]
+    assert (len(set(choices)), choices[0]) == (3, results["first"].choices[0].token_ids)
+    scores = [choice.score for choice in results["beams"].choices]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    scored = results["scored"]
+    assert [len(one.top) for one in scored.choices[0].logprobs or ()] == [2] * 8
+    assert len(scored.prompt_logprobs or ()) == 39
+    assert results["penalized"].choices[0].token_ids != scored.choices[0].token_ids
+    assert results["biased"].choices[0].token_ids == (28,) * 8
+    assert set(json.loads(results["json"].choices[0].text)) == {"city"}
+    assert samples["copied_blocks_total", ""] > 0
