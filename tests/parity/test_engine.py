@@ -81,7 +81,7 @@ def test_events_are_contiguous_and_end_once(model_dir: Path) -> None:
     events = run_to_end(make_engine(model_dir, kv_blocks=12), [greedy_request(i) for i in range(len(PROMPTS))])
 
     for of_one in events.values():
-        assert [event.index for event in of_one] == list(range(NUM_TOKENS))
+        assert [event.start for event in of_one] == list(range(NUM_TOKENS))
         assert [event.finish_reason for event in of_one] == [None] * (NUM_TOKENS - 1) + [FinishReason.LENGTH]
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_request_continues_as_if_never_interrupted(model_dir: Path, gr
     events = run_to_end(engine, [greedy_request(i, output_token_ids=tuple(greedy[i][: 2 * i])) for i in range(len(PROMPTS))])
 
     assert [greedy[i][: 2 * i] + tokens_of(events[str(i)]) for i in range(len(PROMPTS))] == greedy
-    assert events["3"][0].index == 6
+    assert events["3"][0].start == 6
 
 
 def test_a_resumed_request_that_was_complete_ends_without_a_step(model_dir: Path, greedy: list[list[int]]) -> None:
@@ -260,3 +260,28 @@ def test_waiting_work_that_nothing_schedules_is_failed_with_the_state(model_dir:
     assert [event.finish_reason for event in reports[-1].events] == [FinishReason.ERROR]
     assert "not scheduled for" in reports[-1].events[0].detail
     assert not engine.has_work
+
+
+def test_running_work_that_nothing_schedules_is_failed_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model_dir)
+    engine.add_request(greedy_request(0))
+    engine.step()
+    monkeypatch.setattr("engine.scheduler.Scheduler._continue_decodes", lambda *_: [])
+
+    reports = [engine.step() for _ in range(MAX_STALLED_STEPS)]
+
+    assert [event.finish_reason for event in reports[-1].events] == [FinishReason.ERROR]
+    assert not engine.has_work
+
+
+def test_blocks_that_a_fault_has_lost_are_counted_and_taken_back_when_nothing_is_left(model_dir: Path) -> None:
+    engine = make_engine(model_dir)
+    engine.add_request(greedy_request(0))
+    engine.step()
+    engine.scheduler._tables._pool.allocate(3)  # to nobody
+    engine.abort("0")
+
+    report = engine.step()
+
+    assert report.stats.num_leaked_blocks == 3
+    engine.scheduler.check()

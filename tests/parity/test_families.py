@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import flatten
+from engine.batch import build
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.decision import ScheduledSequence
 from engine.errors import ModelUnsupported
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
 from tests.support.greedy import generate_greedy
 from tests.support.tiny import run_to_end, tokens_of
@@ -54,7 +54,7 @@ def sequences_on_shuffled_blocks() -> list[Sequence]:
     blocks = random.Random(1).sample(range(1, NUM_BLOCKS + 1), NUM_BLOCKS)
     sequences = []
     for row, prompt in enumerate(random_prompts()):
-        sequence = Sequence(Request(request_id=str(row), prompt_token_ids=prompt), row, frozenset())
+        sequence = Sequence(Request(request_id=str(row), prompt_token_ids=prompt), (0, row, 0), frozenset())
         sequence.block_table = [blocks.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))]
         sequences.append(sequence)
     return sequences
@@ -65,13 +65,14 @@ def paged_logits(runner: ModelRunner) -> list[torch.Tensor]:
     sequences = sequences_on_shuffled_blocks()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step, counts in enumerate(STEPS):
-        items = [ScheduledSequence(s, count, True) for s, count in zip(sequences, counts, strict=True) if count]
+        items = [ScheduledSequence(s, count, 1) for s, count in zip(sequences, counts, strict=True) if count]
         items = items[step % len(items) :] + items[: step % len(items)]
-        batch = flatten(items, BLOCK_SIZE, runner.device)
+        for item in items:
+            item.sequence.num_computed_tokens += item.num_tokens
+        batch = build(items, BLOCK_SIZE, runner.device)
         logits = runner.forward(replace(batch, logits_indices=torch.arange(sum(counts))))
         for item, part in zip(items, logits.split([item.num_tokens for item in items]), strict=True):
-            rows[item.sequence.arrival].append(part)
-            item.sequence.num_computed_tokens += item.num_tokens
+            rows[int(item.sequence.request.request_id)].append(part)
     return [torch.cat(parts) for parts in rows]
 
 

@@ -1,8 +1,8 @@
 """A stand-in for the engine process that computes nothing: the real loop of engine/serve.py around it; runs as a script.
 
-Its tokens depend on prompt, seed and index only (`next_token`): a test knows every answer, and an attempt that goes on from a
-log must continue it. A prompt that begins with `POISON_ID` kills it in the middle. `save_model` writes the word-level tokenizer
-that it pretends to have.
+Its tokens depend on prompt, grammar, seed, choice and index only (`next_token`): a test knows every answer, and an attempt that
+goes on from a log must continue it. Choice k ends by itself, 5 k tokens before the limit; a beam search tells nothing until it
+ends; a prompt that begins with `POISON_ID` kills it in the middle. `save_model` writes the tokenizer that it pretends to have.
 """
 
 import argparse
@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import RequestRefused
-from engine.messages import EngineFailed, EngineLoading, EngineReady, StepReport, TokenEvent
+from engine.messages import EngineFailed, EngineLoading, EngineReady, StepReport, TokenEvent, TokenLogprobs
 from engine.request import FinishReason, Request
 from engine.serve import serve
 from engine.stats import KVCounts, SlotCounts, StepStats, StepTimes
@@ -48,39 +50,98 @@ def save_model(directory: Path) -> Path:
     return directory
 
 
-def next_token(request: Request, index: int) -> int:
-    """The token at output `index`: no two neighbours are equal, and the end-of-text id never comes by itself."""
-    start = sum(request.prompt_token_ids) * 31
-    if request.params.temperature > 0:
-        start += request.params.seed % 1009
+def next_token(request: Request, index: int, choice: int = 0) -> int:
+    """The token at output `index`: no two neighbours are equal, and the end-of-text id comes 5 tokens early in choice 1."""
+    params = request.params
+    if choice and index == params.max_tokens - 1 - 5 * choice and not params.ignore_eos:
+        return EOS_ID
+    start = sum(request.prompt_token_ids) * 31 + choice * 13
+    if params.temperature > 0:
+        start += params.seed % 1009
+    if params.grammar:
+        start += sum(params.grammar.source.encode())
     return 2 + (start + index * 7) % (VOCAB_SIZE - 2)
 
 
+def logprobs_of(token_ids: Iterable[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """What this engine says of tokens when it is asked."""
+    if num_top is None:
+        return ()
+    return tuple(TokenLogprobs(-i / 8, tuple((i + k, -(i + k) / 8) for k in range(num_top))) for i in token_ids)
+
+
+class Sequence:
+    """One choice, or one beam search, that takes a slot."""
+
+    def __init__(self, request: Request, choice: int) -> None:
+        self.request = request
+        self.choice = choice
+        self.output = list(request.output_token_ids)
+        self.is_new = True
+
+    def next(self) -> list[TokenEvent]:
+        """What a step makes of it; the last of the events carries a reason when it has ended."""
+        if self.request.params.beam_width:
+            return self._search()
+        index, params = len(self.output), self.request.params
+        new = () if self._reason() else (next_token(self.request, index, self.choice),)  # a resumed one may be complete
+        self.output.extend(new)
+        told = None
+        if self.is_new and self.choice == self.request.choice and params.prompt_logprobs is not None:
+            told = logprobs_of(self.request.prompt_token_ids[1:], params.prompt_logprobs)
+        self.is_new = False
+        logprobs = logprobs_of(new, params.logprobs)
+        return [self._event(index, new, self._reason(), logprobs=logprobs, choice=self.choice, prompt_logprobs=told)]
+
+    def _search(self) -> list[TokenEvent]:
+        self.output.append(0)
+        if len(self.output) < self.request.params.max_tokens:
+            return []
+        beams = [
+            [next_token(self.request, i, k) for i in range(len(self.output))] for k in range(self.request.params.beam_width)
+        ]
+        return [self._event(0, tuple(ids), FinishReason.LENGTH, choice=k, score=-k / 8) for k, ids in enumerate(beams)]
+
+    def _event(self, start: int, ids: tuple[int, ...], reason: FinishReason | None, **more: Any) -> TokenEvent:
+        return TokenEvent(self.request.request_id, start, ids, reason, **more)
+
+    def _reason(self) -> FinishReason | None:
+        params = self.request.params
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+        if self.output and self.output[-1] in stops and len(self.output) >= params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.output) >= params.max_tokens else None
+
+
 class FakeEngine:
-    """Requests wait for a slot in order of arrival; a step adds one token to each that has one."""
+    """Choices wait for a slot in order of arrival; a step adds one token to each that has one."""
 
     def __init__(self, max_slots: int, delay_s: float) -> None:
         self._max_slots = max_slots
         self._delay_s = delay_s
-        self._requests: dict[str, tuple[Request, list[int]]] = {}
+        self._sequences: dict[tuple[str, int], Sequence] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._sequences)
 
     def add_request(self, request: Request) -> None:
         length = len(request.prompt_token_ids)
         if length >= MAX_MODEL_LEN:
             raise RequestRefused("prompt", f"{length} tokens", f"at most {MAX_MODEL_LEN - 1} tokens", "shorten the prompt")
-        self._requests[request.request_id] = (request, list(request.output_token_ids))
+        for choice in range(request.choice, request.choice + request.params.n):
+            assert (request.request_id, choice) not in self._sequences, "sent twice"
+            self._sequences[request.request_id, choice] = Sequence(request, choice)
 
-    def abort(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        for key in list(self._sequences):
+            if key[0] == request_id and choice in (None, key[1]):
+                del self._sequences[key]
 
     def step(self) -> StepReport:
         time.sleep(self._delay_s)  # where the forward pass would be
-        running = list(self._requests.items())[: self._max_slots]
-        events = tuple(self._advance(request_id, request, output) for request_id, (request, output) in running)
+        running = list(self._sequences.items())[: self._max_slots]
+        events = tuple(event for key, sequence in running for event in self._advance(key, sequence))
         num_generated = sum(len(event.token_ids) for event in events)
         return StepReport(events, self._stats(len(running), self._delay_s, num_generated))
 
@@ -88,8 +149,8 @@ class FakeEngine:
         return StepReport((), self._stats(0, 0.0, 0))
 
     def _stats(self, num_stepped: int, elapsed_s: float, num_generated: int) -> StepStats:
-        running = list(self._requests.values())[: self._max_slots]
-        filled = [len(request.prompt_token_ids) + len(output) for request, output in running]
+        running = list(self._sequences.values())[: self._max_slots]
+        filled = [len(sequence.request.prompt_token_ids) + len(sequence.output) for sequence in running]
         used = sum(-(-tokens // BLOCK_SIZE) for tokens in filled)
         return StepStats(
             slots=SlotCounts(decode=num_stepped, no_work=self._max_slots - num_stepped),
@@ -105,28 +166,19 @@ class FakeEngine:
             num_prefill_tokens=0,
             num_generated_tokens=num_generated,
             num_running=len(running),
-            num_waiting=len(self._requests) - len(running),
+            num_slots_taken=len(running),
+            num_waiting=len(self._sequences) - len(running),
             num_preemptions=0,
             num_preempted_tokens=0,
         )
 
-    def _advance(self, request_id: str, request: Request, output: list[int]) -> TokenEvent:
-        index = len(output)
-        if request.prompt_token_ids[0] == POISON_ID and index == POISON_INDEX:
+    def _advance(self, key: tuple[str, int], sequence: Sequence) -> list[TokenEvent]:
+        if sequence.request.prompt_token_ids[0] == POISON_ID and len(sequence.output) == POISON_INDEX:
             os.kill(os.getpid(), signal.SIGKILL)
-        new = () if self._finish_reason(request, output) else (next_token(request, index),)  # a resumed one may be complete
-        output.extend(new)
-        reason = self._finish_reason(request, output)
-        if reason:
-            del self._requests[request_id]
-        return TokenEvent(request_id=request_id, index=index, token_ids=new, finish_reason=reason)
-
-    @staticmethod
-    def _finish_reason(request: Request, output: list[int]) -> FinishReason | None:
-        stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else {EOS_ID})
-        if output and output[-1] in stops and len(output) >= request.params.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(output) >= request.params.max_tokens else None
+        events = sequence.next()
+        if events and events[-1].finish_reason:
+            del self._sequences[key]
+        return events
 
 
 def load_and_serve(conn: Connection, delay_s: float) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import msgpack
 import redis
 
-from engine.request import Request, SamplingParams
+from engine.request import Grammar, Request, SamplingParams
 from tests.support import fake_engine
 from tests.support.wait import wait_until
 from worker.frames import ControlFrame, Frame, Result, TokenFrame, decode_frame, decode_result
@@ -83,27 +83,34 @@ def words(token_ids: Sequence[int]) -> str:
     return "".join(f" w{token_id}" for token_id in token_ids)
 
 
-def answer(prompt: str, num_tokens: int) -> list[int]:
-    """The fake engine's greedy answer."""
+def answer(prompt: str, num_tokens: int, choice: int = 0, grammar: Grammar | None = None) -> list[int]:
+    """The fake engine's greedy answer, in this choice of several."""
     prompt_ids = tuple(int(word[1:]) for word in prompt.split())
-    request = Request(request_id="", prompt_token_ids=prompt_ids, params=SamplingParams(temperature=0))
-    return [fake_engine.next_token(request, index) for index in range(num_tokens)]
+    request = Request(request_id="", prompt_token_ids=prompt_ids, params=SamplingParams(temperature=0, grammar=grammar))
+    return [fake_engine.next_token(request, index, choice) for index in range(num_tokens)]
 
 
-def token_ids(frames: Sequence[Frame]) -> list[int]:
+def answer_of_choice(prompt: str, max_tokens: int, choice: int) -> list[int]:
+    """The same of a job of several choices, of which the later ones end by themselves."""
+    if not choice:
+        return answer(prompt, max_tokens)
+    return [*answer(prompt, max_tokens - 1 - 5 * choice, choice), fake_engine.EOS_ID]
+
+
+def token_ids(frames: Sequence[Frame], choice: int = 0) -> list[int]:
     """The tokens of a stream; AssertionError unless ids and text follow each other without gap or repetition."""
     ids: list[int] = []
     text = ""
     for frame in frames:
-        if isinstance(frame, TokenFrame):
+        if isinstance(frame, TokenFrame) and frame.choice == choice:
             assert (frame.index, frame.offset) == (len(ids), len(text)), f"{frame} does not follow {len(ids)} tokens"
             ids += frame.token_ids
             text += frame.text
     return ids
 
 
-def text(frames: Sequence[Frame]) -> str:
-    return "".join(frame.text for frame in frames if isinstance(frame, TokenFrame))
+def text(frames: Sequence[Frame], choice: int = 0) -> str:
+    return "".join(frame.text for frame in frames if isinstance(frame, TokenFrame) and frame.choice == choice)
 
 
 def events(frames: Sequence[Frame]) -> list[str]:

@@ -59,6 +59,7 @@ def run_to_end(
     while engine.has_work:
         report = engine.step()
         engine.scheduler.check()
+        assert not report.stats.num_leaked_blocks, "blocks were lost"
         for event in report.events:
             events[event.request_id].append(event)
         if on_report:

@@ -78,7 +78,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "num_key_value_heads": 4},
         "v_head_dim",
     ),
-    "phimoe": (_GROUPED | _EXPERTS | {"sliding_window": WINDOW}, "does not pass its sliding window of 12"),
+    "phimoe": (
+        _GROUPED | _EXPERTS | {"sliding_window": WINDOW},
+        "passes a sliding window of None to attention where its configuration says 12",
+    ),
     "llama4_text": (_GROUPED | _EXPERTS | {"head_dim": 16, "attention_chunk_size": 16}, "chunked_attention"),
     "lfm2": (_GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}, "layers of type conv"),
     "gemma3n_text": (

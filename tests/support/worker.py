@@ -67,7 +67,10 @@ class WorkerUnderTest:
         return self.samples()[name, label]
 
     def engine(self) -> psutil.Process:
-        return next(child for child in self.process.children() if "fake_engine.py" in " ".join(child.cmdline()))
+        return self.engines()[0]
+
+    def engines(self) -> list[psutil.Process]:
+        return [child for child in self.process.children() if "fake_engine.py" in " ".join(child.cmdline())]
 
     def stop(self, how: int = signal.SIGTERM, timeout_s: float = 15.0) -> int:
         """Signal it, wait for its end, return its exit code."""

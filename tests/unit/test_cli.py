@@ -85,6 +85,10 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["strat"], "strat"),
         (["start", "--lease-s", "often"], "often"),
         (["start", "--cpu", "--gpu", "0"], "--cpu and --gpu 0 exclude each other"),
+        (["start", "--gpu", "0,x"], "--gpu: 0,x is not a list of different GPUs"),
+        (["start", "--gpu", "1,1"], "--gpu: 1,1 is not a list of different GPUs"),
+        (["start", "--gpu", "0,2", "--tensor-parallel", "2"], "--gpu: 0,2: --tensor-parallel 2 needs 2 GPUs in a row"),
+        (["start", "--gpu", "0,1", "--engines", "2"], "--engines: 2: on GPUs there is one for each that --gpu names"),
         (["start", "--cpu", "--lease-s", "0"], "--lease-s: 0 is outside"),
         (["start", "--cpu", "--kv-blocks", "5", "--kv-memory", "0.5"], "exclude each other"),
         (["start", "--cpu", "--block-size", "17"], "block_size: 17"),
@@ -179,6 +183,19 @@ def test_options_are_read_from_the_environment(started: list[Settings], monkeypa
         monkeypatch.setenv(name, value)
     command.run(cli.cli, ["start"])
     assert (started[0].redis_url, started[0].engine.device, started[0].lease_s) == ("redis://elsewhere", "cpu", 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        (["--gpu", "0,1"], "cuda:0,cuda:1"),
+        (["--gpu", "0,1,2,3", "--tensor-parallel", "2"], "cuda:0,cuda:2"),
+        (["--cpu", "--engines", "2"], "cpu,cpu"),
+    ],
+)
+def test_each_device_has_an_engine(started: list[Settings], options: list[str], devices: str) -> None:
+    assert command.run(cli.cli, ["start", *options]) == 0
+    assert started[0].device_names == devices
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:0")])
@@ -375,3 +392,39 @@ def test_a_server_that_refuses_is_not_started_again(
     shown = capsys.readouterr().err
     assert remedy in shown
     assert "worker redis" not in shown
+
+
+def test_several_answers_are_printed_one_after_the_other(
+    on_queue: list[str], broker: Broker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enqueue = Client.enqueue
+
+    def ends_at_once(client: Client, **body: object) -> str:
+        job_id = enqueue(client, **body)  # type: ignore[arg-type]
+        [job] = broker.fetch(1)
+        choices = tuple(Choice(k, f"answer {k}", (k,), "stop") for k in range(int(str(body["n"]))))
+        result = Result(id=job_id, state="succeeded", choices=choices)
+        end = ControlFrame(job.attempt, "end", "succeeded")
+        broker.finish([Finish(job, "succeeded", "", encode_result(result), encode_frame(end))])
+        return job_id
+
+    monkeypatch.setattr(Client, "enqueue", ends_at_once)
+    for how in ("--follow", "--wait"):
+        assert command.run(cli.cli, ["enqueue", how, "--n", "3", "a", *on_queue]) == 0
+        assert capsys.readouterr().out == "answer 0\nanswer 1\nanswer 2\n"
+
+
+@pytest.mark.parametrize("given", ["acme", "acme=", "acme=x", "=2", "acme=0"])
+def test_a_tenant_weight_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cli.cli, ["start", "--cpu", "--tenant-weight", given]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "--tenant-weight" in err
+
+
+def test_tenants_of_the_command_line_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr("worker.process.run", lambda settings: seen.append(settings) or 0)
+    options = ["--tenant-weight", "acme=2", "--tenant-weight", "a=b=0.5", "--isolate-tenants"]
+    assert command.run(cli.cli, ["start", "--cpu", *options]) == 0
+    assert (seen[0].tenant_weights, seen[0].isolate_tenants) == ({"acme": 2.0, "a=b": 0.5}, True)

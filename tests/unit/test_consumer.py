@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.messages import Abort
 from engine.request import Request
 from tests.support import fake_engine
-from worker import log
+from worker import consumer, log
 from worker.attempt import CANCELLED, MISSED_BY_ENGINE, STOPPED, Attempt
 from worker.broker import Delivery
 from worker.consumer import Consumer
@@ -31,6 +31,7 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self.queued: list[Delivery] = []
+        self.asked_for: list[int] = []
 
     def ensure_group(self) -> None:
         pass
@@ -39,6 +40,7 @@ class MemoryBroker:
         return []
 
     def fetch(self, free: int) -> list[Delivery]:
+        self.asked_for.append(free)
         taken, self.queued = self.queued[:free], self.queued[free:]
         return taken
 
@@ -66,7 +68,7 @@ class Bench:
     """A consumer whose engine is a list of messages."""
 
     def __init__(self, directory: Path) -> None:
-        self.settings = Settings(engine=EngineConfig(model="m"))
+        self.settings = Settings(engine=EngineConfig(model="m"), tenant_weights={"acme": 2.0})
         self.sent: list[Request | Abort] = []
         self.broker = MemoryBroker()
         metrics = Metrics()
@@ -78,7 +80,7 @@ class Bench:
             self.broker,  # type: ignore[arg-type]
             Link("test", metrics, log.Throttle()),
             self.inflight,
-            reader=self.reader,
+            engines=self.reader,
             metrics=metrics,
             settings=self.settings,
         )
@@ -157,5 +159,29 @@ def test_a_cancel_while_a_job_is_being_started_keeps_the_text_of_its_log(bench: 
     bench.add("a", num_logged=len(LOGGED), number=2)
     bench.tokenizer.happens = lambda: bench.inflight.cancel("a")
     attempt = bench.run(2)["a"]
-    assert attempt.output is not None
-    assert (attempt.ending, tuple(attempt.output.token_ids), bench.sent) == (CANCELLED, LOGGED, [])
+    assert (attempt.ending, tuple(attempt.outputs[0].token_ids), bench.sent) == (CANCELLED, LOGGED, [])
+
+
+def test_a_job_of_many_choices_that_was_taken_ahead_leaves_no_room(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "WAIT_S", 0.01)
+    monkeypatch.setattr(consumer, "AHEAD_WAIT_S", 0.01)
+    for job_id in "abc":
+        bench.add(job_id, n=8)
+        bench.run(3)
+    assert set(bench.run(1)) == {"a", "b"}
+    assert min(bench.broker.asked_for) > 0
+
+
+def test_more_choices_than_slots_are_refused(bench: Bench) -> None:
+    bench.add("a", n=9)
+    ending = bench.run(2)["a"].ending
+    assert ending
+    assert (ending.code, bench.sent) == ("invalid", [])
+
+
+def test_a_tenant_s_jobs_have_its_number_and_weight(bench: Bench) -> None:
+    for job_id, tenant in {"a": "acme", "b": "other", "c": "acme", "d": None}.items():
+        bench.add(job_id, tenant=tenant)
+    bench.run(2)
+    requests = [message for message in bench.sent if isinstance(message, Request)]
+    assert [(request.tenant, request.weight) for request in requests] == [(1, 2.0), (2, 1.0), (1, 2.0), (0, 1.0)]

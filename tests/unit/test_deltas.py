@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.messages import TokenLogprobs
 from worker.deltas import Assembler, Delta
 from worker.frames import Choice, ControlFrame, Result, TokenFrame
 
@@ -102,6 +103,35 @@ def test_a_restart_where_nothing_beyond_was_given_is_no_delta() -> None:
 def test_starts_and_ends_are_no_deltas() -> None:
     assembler = Assembler()
     assert [assembler.add(ControlFrame(1, event)) for event in ("start", "end")] == [[], []]
+
+
+def test_a_gap_in_one_choice_is_none_in_another() -> None:
+    assembler = Assembler()
+    assembler.add(tokens(0, 3, choice=0))
+    assert assembler.add(tokens(3, 5, choice=1)) is None
+    assert assembler.add(tokens(3, 5, choice=0)) == [Delta(0, 3, IDS[3:5], "de", offset=3)]
+
+
+def test_a_restart_of_one_choice_leaves_the_others() -> None:
+    assembler = Assembler()
+    for choice in (0, 1):
+        assembler.add(tokens(0, 3, choice=choice))
+    assert assembler.add(ControlFrame(2, "restart", choice=1, index=1, offset=1)) == [
+        Delta(1, 1, offset=1, is_restart=True),
+    ]
+    assert assembler.add(tokens(3, 4, choice=0)) == [Delta(0, 3, IDS[3:4], "d", offset=3)]
+
+
+def test_log_probabilities_are_cut_like_their_tokens() -> None:
+    logprobs = tuple(TokenLogprobs(-float(i)) for i in range(4))
+    assembler = Assembler()
+    assembler.add(tokens(0, 1))
+    [delta] = assembler.add(TokenFrame(1, 0, 0, IDS[:3], TEXT[:3], 0, None, logprobs[:3])) or ()
+    assert (delta.token_ids, delta.logprobs) == (IDS[1:3], logprobs[1:3])
+    [rest] = assembler.finish(
+        Result(id="k", state="succeeded", choices=(Choice(0, TEXT[:4], IDS[:4], "stop", None, logprobs),))
+    )
+    assert rest.logprobs == logprobs[3:]
 
 
 @given(

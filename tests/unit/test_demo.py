@@ -183,6 +183,7 @@ def test_figures_are_what_the_worker_counted() -> None:
         num_prefill_tokens=0,
         num_generated_tokens=3,
         num_running=3,
+        num_slots_taken=3,
         num_waiting=0,
         num_preemptions=2,
         num_preempted_tokens=5,

@@ -44,7 +44,7 @@ def table() -> Table:
 
 def started(job_id: str = "a") -> Attempt:
     attempt = claimed(job_id)
-    attempt.output = Output(NoText(), StopMatcher(()))
+    attempt.outputs = (Output(NoText(), StopMatcher(())),)
     return attempt
 
 
@@ -84,12 +84,46 @@ def test_a_cancel_ends_a_started_job_at_once_and_no_other(table: Table) -> None:
     assert table.sent[2:] == [Abort(attempts["a"].request_id)]
 
 
+def test_one_choice_leaves_the_engine_without_the_others(table: Table) -> None:
+    attempt = started()
+    attempt.outputs *= 3
+    table.add(attempt)
+    table.enter(attempt, request_of(attempt))
+    table.end_choice(attempt, 2)
+    assert table.sent[1:] == [Abort(attempt.request_id, 2)]
+    assert table.inside() == [attempt]
+
+
+def test_a_choice_of_what_has_left_the_engine_is_not_aborted(table: Table) -> None:
+    attempt = started()
+    table.add(attempt)
+    table.end_choice(attempt, 0)
+    assert table.sent == []
+
+
+def test_an_attempt_takes_a_slot_for_each_choice_that_goes_on(table: Table) -> None:
+    attempt = started()
+    attempt.outputs += started().outputs + started().outputs
+    table.add(attempt)
+    assert table.num_open == 3
+    attempt.outputs[1].close("stop")
+    assert table.num_open == 2
+
+
+def test_a_release_that_meets_a_cancel_shows_nothing_that_was_held_back(table: Table) -> None:
+    attempt = started()
+    table.add(attempt)
+    table.end(attempt, RELEASED_BY_DRAIN)
+    table.end(attempt, CANCELLED)
+    assert attempt.outputs[0].finish_reason is None
+
+
 def test_a_cancel_of_a_job_that_has_not_started_is_left_to_who_reads_its_log(table: Table) -> None:
     attempt = claimed()
     table.add(attempt)
     table.cancel("a")
     assert (attempt.asked, attempt.ending) == (CANCELLED, None)
-    attempt.output = started().output
+    attempt.outputs = started().outputs
     assert not table.enter(attempt, request_of(attempt))
 
 

@@ -32,7 +32,8 @@ BUSY = StepStats(
     num_tokens=40,
     num_prefill_tokens=38,
     num_generated_tokens=3,
-    num_running=3,
+    num_running=2,
+    num_slots_taken=3,
     num_waiting=1,
     num_preemptions=1,
     num_preempted_tokens=17,
@@ -45,6 +46,7 @@ IDLE = StepStats(
     num_prefill_tokens=0,
     num_generated_tokens=0,
     num_running=0,
+    num_slots_taken=0,
     num_waiting=0,
     num_preemptions=0,
     num_preempted_tokens=0,
@@ -153,3 +155,20 @@ def test_names_carry_the_prefix_and_no_colon(metrics: Metrics) -> None:
     names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
     assert all(name.startswith("slotmill_") and ":" not in name for name in names)
     assert {"slotmill_build_info", "slotmill_slots", "slotmill_slot_steps", "slotmill_kv_blocks"} <= names
+
+
+def test_what_several_engines_have_is_added_up_and_told_apart() -> None:
+    metrics = Metrics(num_engines=2)
+    for engine in (0, 1):
+        metrics.engine_ready(READY, "m", engine)
+        metrics.step(BUSY, engine)
+    metrics.engine_down(0)
+    metrics.step(BUSY, 1)
+    values = {
+        (sample.name, *sample.labels.values()): sample.value for each in metrics.registry.collect() for sample in each.samples
+    }
+    assert values["slotmill_slots",] == READY.max_slots
+    assert values["slotmill_slots_active",] == BUSY.num_slots_taken
+    assert values["slotmill_kv_blocks_capacity",] == BUSY.kv.capacity_blocks
+    assert [values["slotmill_engine_slots_active", engine] for engine in "01"] == [0, BUSY.num_slots_taken]
+    assert [values["slotmill_engine_up", engine] for engine in "01"] == [0, 1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.messages import TokenLogprobs
 from tests.support.toy_tokenizers import KINDS, save
 from worker.output import MAX_HELD_TOKENS, Output
 from worker.text import Detokenizer, StopMatcher, Tokenizer
@@ -69,7 +70,7 @@ def test_a_token_with_text_and_half_a_character_is_held_back_too() -> None:
     out = output(["a", "bc", "d"], waiting={1: 1})
     out.push([0, 1])
     assert (out.num_settled, out.text) == (1, "ab")
-    out.close()
+    out.close("length")
     assert (out.num_settled, out.text) == (2, "abc")
 
 
@@ -89,14 +90,14 @@ def test_a_stop_string_cuts_the_text_and_ends_the_tokens_at_the_one_that_complet
 def test_closing_shows_what_was_held_back() -> None:
     out = output(["x", "EN"], stops=["END"])
     out.push([0, 1])
-    out.close()
+    out.close("length")
     assert (out.text, out.num_settled) == ("xEN", 2)
 
 
 def test_nothing_is_taken_after_closing() -> None:
     out = output(["x", "y"])
     out.push([0])
-    out.close()
+    out.close("length")
     assert out.push([1, 1]) == 2
     assert out.text == "x"
 
@@ -130,7 +131,7 @@ def test_frames_carry_all_text_whatever_token_is_the_last(kind: str, tmp_path: P
         out.push([tokenizer.vocab_size - 2, token_id])
         logged = out.num_settled
         shown = out.slice(0, logged)[1]
-        out.close()
+        out.close("length")
         assert shown + out.slice(logged, out.num_settled)[1] == out.text
 
 
@@ -138,6 +139,31 @@ def test_a_replayed_log_counts_as_shown() -> None:
     out = output(["x", "EN"], stops=["END"])
     out.replay([0, 1])
     assert out.num_settled == 2
+
+
+def test_an_end_settles_everything_and_its_reason_comes_with_the_last_token() -> None:
+    out = output(["x", "EN"], stops=["END"])
+    out.push([0, 1], reason="length")
+    assert (out.num_settled, out.text, out.finish_reason) == (2, "xEN", "length")
+
+
+def test_a_stop_string_is_the_reason_whatever_the_engine_says() -> None:
+    out = output(["x", "END"], stops=["END"])
+    out.push([0, 1], reason="length")
+    assert (out.finish_reason, out.text) == ("stop", "x")
+
+
+def test_the_first_end_counts() -> None:
+    out = output(["x"])
+    out.push([0], reason="length")
+    out.close("cancelled")
+    assert out.finish_reason == "length"
+
+
+def test_log_probabilities_stay_with_their_tokens() -> None:
+    out = output(["x", "END", "y"], stops=["END"])
+    out.push([0, 1, 2], [TokenLogprobs(-0.0), TokenLogprobs(-1.0), TokenLogprobs(-2.0)])
+    assert out.logprobs == [TokenLogprobs(-0.0), TokenLogprobs(-1.0)]
 
 
 @given(
@@ -152,7 +178,7 @@ def test_frames_joined_equal_the_result_however_events_and_attempts_are_cut(
     ids = list(range(len(pieces)))
     whole = output(pieces, ["END", "xx"], waiting)
     whole.push(ids)
-    whole.close()
+    whole.close("length")
     cut = output(pieces, ["END", "xx"], waiting)
     shown, logged = "", 0
     for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), None], strict=True):
@@ -163,7 +189,7 @@ def test_frames_joined_equal_the_result_however_events_and_attempts_are_cut(
         cut.push(ids[start:stop])
         shown += cut.slice(logged, cut.num_settled)[1]
         logged = max(logged, cut.num_settled)
-    cut.close()
+    cut.close("length")
     shown += cut.slice(logged, cut.num_settled)[1]
     assert shown == cut.text == whole.text
     assert cut.token_ids == whole.token_ids

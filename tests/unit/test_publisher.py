@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import redis
 
-from engine.messages import Abort
+from engine.messages import Abort, TokenLogprobs
 from engine.request import Request, SamplingParams
 from worker import log, publisher
 from worker.attempt import (
@@ -134,7 +134,8 @@ class Bench:
         job = Job(prompt="w1", **fields)  # type: ignore[arg-type]
         lease = f"lease-{job_id}:{number}"
         delivery = Delivery(job_id, "1-1", "normal", {}, 0, number, number, lease, 7, num_logged, 0, "new")
-        attempt = Attempt(delivery, job, (1,), Output(Words(), StopMatcher(job.stop)), num_logged=num_logged)
+        outputs = tuple(Output(Words(), StopMatcher(job.stop)) for _ in range(job.num_choices))
+        attempt = Attempt(delivery, job, (1,), outputs, num_logged=num_logged)
         self.inflight.add(attempt)
         self.inflight.enter(attempt, Request(request_id=attempt.request_id, prompt_token_ids=(1,), params=SamplingParams()))
         return attempt
@@ -143,9 +144,8 @@ class Bench:
         if isinstance(message, Abort):
             self.aborted.append(message.request_id)
 
-    def push(self, attempt: Attempt, *token_ids: int) -> None:
-        assert attempt.output
-        attempt.output.push(token_ids)
+    def push(self, attempt: Attempt, *token_ids: int, choice: int = 0, reason: str | None = None) -> None:
+        attempt.outputs[choice].push(token_ids, (), reason)
         self.inflight.touch([attempt])
 
     def flush(self) -> float:
@@ -327,9 +327,9 @@ def test_held_back_text_is_not_logged_by_a_release(bench: Bench) -> None:
 
 def test_a_resumed_job_goes_on_where_its_log_ends(bench: Bench) -> None:
     attempt = bench.start(num_logged=2, number=2)
-    assert attempt.output
     bench.broker.logs["a"] = [(2, TokenFrame(1, 0, 0, (5, 6), "w5 w6 ", 0), True)]
-    attempt.output.replay([5, 6])
+    attempt.outputs[0].replay([5, 6])
+    attempt.order.add(0, 2)
     bench.push(attempt, 7)
     bench.flush_twice()
     assert [frame for _, frame, _ in bench.broker.logs["a"][1:]] == [
@@ -355,3 +355,111 @@ def test_an_ending_is_set_once(bench: Bench) -> None:
     assert not bench.inflight.end(attempt, CANCELLED)
     bench.flush_twice()
     assert bench.broker.ends["a"].state == "succeeded"
+
+
+# ---- several choices
+
+
+def of_choice(bench: Bench, choice: int, job_id: str = "a") -> list[TokenFrame]:
+    return [frame for frame in bench.broker.token_frames(job_id) if frame.choice == choice]
+
+
+def test_choices_share_a_flush_and_the_count_of_the_log(bench: Bench) -> None:
+    attempt = bench.start(n=3)
+    bench.flush()
+    bench.push(attempt, 5, 6, choice=0)
+    bench.push(attempt, 7, choice=2)
+    before = bench.broker.num_round_trips
+    bench.flush()
+    assert bench.broker.num_round_trips == before + 1
+    assert [(n, frame) for n, frame, _ in bench.broker.logs["a"][1:]] == [
+        (2, TokenFrame(1, 0, 0, (5, 6), "w5 w6 ", 0)),
+        (3, TokenFrame(1, 2, 0, (7,), "w7 ", 0)),
+    ]
+
+
+def test_a_choice_that_ends_says_so_in_its_last_frame_while_the_others_go_on(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.flush()
+    bench.push(attempt, 5, choice=0)
+    bench.push(attempt, 6, choice=1, reason="stop")
+    bench.flush()
+    assert [frame.finish_reason for frame in bench.broker.token_frames("a")] == [None, "stop"]
+    assert not bench.broker.ends
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 2], ids=lambda num: f"{num} frames arrived")
+def test_a_flush_of_several_choices_that_is_cut_short_is_neither_repeated_nor_lost(bench: Bench, num_kept: int) -> None:
+    attempt = bench.start(n=2)
+    bench.flush()
+    for choice in (0, 1):
+        bench.push(attempt, 5, choice=choice)
+    bench.broker.loses_replies = 1
+    with pytest.raises(LinkDownError):
+        bench.flush()
+    del bench.broker.logs["a"][1 + num_kept :]
+    for choice in (1, 0):
+        bench.push(attempt, 6, choice=choice, reason="length")
+    bench.inflight.end(attempt, STOPPED)
+    for _ in range(5):
+        bench.flush()
+    for choice in (0, 1):
+        assert [i for frame in of_choice(bench, choice) for i in frame.token_ids] == [5, 6]
+        assert of_choice(bench, choice)[-1].finish_reason == "length"
+    assert bench.broker.ends["a"].expected_n == 4
+
+
+def test_a_log_of_several_choices_that_lost_its_tail_is_sent_it_again(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.flush()
+    for token_id in (5, 6, 7):
+        for choice in (0, 1):
+            bench.push(attempt, token_id, choice=choice)
+        bench.now += 1
+        bench.flush()
+    del bench.broker.logs["a"][3:]
+    bench.inflight.end(attempt, CANCELLED)
+    for _ in range(6):
+        bench.flush()
+    for choice in (0, 1):
+        frames = of_choice(bench, choice)
+        assert [i for frame in frames for i in frame.token_ids] == [5, 6, 7]
+        assert [frame.index for frame in frames] == [sum(len(f.token_ids) for f in frames[:k]) for k in range(len(frames))]
+    assert bench.broker.ends["a"].expected_n == 6
+
+
+def test_the_choices_of_a_cancelled_job_keep_their_own_ends(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.push(attempt, 5, choice=0, reason="stop")
+    bench.push(attempt, 6, choice=1)
+    bench.inflight.end(attempt, CANCELLED)
+    for _ in range(3):
+        bench.flush()
+    result = decode_result(bench.broker.ends["a"].result)
+    assert [(choice.token_ids, choice.finish_reason) for choice in result.choices] == [((5,), "stop"), ((6,), "cancelled")]
+    assert result.usage.completion_tokens == 2
+
+
+def test_log_probabilities_go_with_their_tokens(bench: Bench) -> None:
+    attempt = bench.start(logprobs=1)
+    told = (TokenLogprobs(-0.5, ((5, -0.5),)), TokenLogprobs(-1.0, ((6, -1.0),)))
+    attempt.outputs[0].push((5, 6), told, "length")
+    bench.inflight.end(attempt, STOPPED)
+    for _ in range(3):
+        bench.flush()
+    assert [frame.logprobs for frame in bench.broker.token_frames("a")] == [told]
+    assert decode_result(bench.broker.ends["a"].result).choices[0].logprobs == told
+
+
+def test_a_beam_search_has_no_frames_and_all_its_choices_in_the_result(bench: Bench) -> None:
+    attempt = bench.start(beam_width=2)
+    for choice in (0, 1):
+        bench.push(attempt, 5, 6 + choice, choice=choice, reason="length")
+        attempt.outputs[choice].score = -0.5 - choice
+    bench.flush_twice()
+    bench.inflight.end(attempt, STOPPED)
+    bench.flush_twice()
+    assert bench.broker.token_frames("a") == []
+    assert bench.broker.ends["a"].expected_n == 0
+    result = decode_result(bench.broker.ends["a"].result)
+    assert [(choice.token_ids, choice.score) for choice in result.choices] == [((5, 6), -0.5), ((5, 7), -1.5)]

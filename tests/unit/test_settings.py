@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from worker import settings
 from worker import settings as module
 from worker.errors import InvalidOption
 from worker.settings import Settings, hide_password, visible_gpus
@@ -21,6 +22,12 @@ def test_a_lease_that_cannot_work_is_refused(lease_s: float) -> None:
 def test_a_port_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidOption, match=r"--metrics-port: 70000 .* use 9400"):
         Settings(engine=ENGINE, metrics_port=70000)
+
+
+@pytest.mark.parametrize(("name", "weight"), [("", 1.0), ("a", 0.0), ("a", -1.0), ("a", float("nan")), ("a", 1e9)])
+def test_a_tenant_s_weight_that_cannot_work_is_refused(name: str, weight: float) -> None:
+    with pytest.raises(InvalidOption, match="--tenant-weight"):
+        Settings(engine=ENGINE, tenant_weights={name: weight})
 
 
 def test_a_queue_name_that_would_break_the_keys_is_refused() -> None:
@@ -79,3 +86,10 @@ def test_a_machine_without_device_files_has_no_gpu(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_gpus() == 0
+
+
+def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "usable_cores", lambda: 12)
+    shared = Settings(engine=EngineConfig(model="m", tensor_parallel=3), devices=("cpu", "cpu"))
+    assert [engine.num_threads for engine in shared.engines] == [2, 2]
+    assert Settings(engine=EngineConfig(model="m")).engines[0].num_threads is None

@@ -222,11 +222,13 @@ def test_broken_bytes_decode_as_in_the_full_text(kinds: dict[str, Tokenizer], da
 
 @given(data=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_something_is_pending_as_long_as_a_flush_would_show_it(kinds: dict[str, Tokenizer], data: st.DataObject) -> None:
+def test_a_flush_shows_nothing_unless_something_is_pending(kinds: dict[str, Tokenizer], data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(KINDS)))
     detokenizer = Detokenizer(kinds[kind])
     detokenizer.push(data.draw(st.lists(st.integers(0, kinds[kind].vocab_size - 1), max_size=20)))
-    assert detokenizer.is_pending == bool(detokenizer.flush())
+    was_pending = detokenizer.is_pending
+    shown = detokenizer.flush()  # nothing, too, where all that is pending is a blank that decoding strips
+    assert was_pending or not shown
     assert not detokenizer.is_pending
 
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.messages import TokenLogprobs
+from engine.request import Grammar, GrammarKind
 from worker import codec, frames, wire
 from worker.errors import InvalidJob, ProtocolError, UnknownVersion
 from worker.frames import (
@@ -249,27 +251,47 @@ def test_an_entry_id_that_cannot_name_a_key_is_refused_without_one(job_id: bytes
 
 # Fields
 
+SCHEMA = {"type": "object", "properties": {"é": {"enum": [1, None]}}}
+FORMATS: list[object] = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "schema": SCHEMA},
+    {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "description": "d", "schema": SCHEMA}},
+    {"type": "regex", "regex": "[ab]+"},
+    {"type": "regex", "pattern": "x" * 65_536},
+]
+IN_JSON = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
+GRAMMARS = [
+    None,
+    Grammar(GrammarKind.JSON_OBJECT),
+    Grammar(GrammarKind.JSON_SCHEMA, IN_JSON),
+    Grammar(GrammarKind.JSON_SCHEMA, IN_JSON),
+    Grammar(GrammarKind.REGEX, "[ab]+"),
+    Grammar(GrammarKind.REGEX, "x" * 65_536),
+]
 GOOD: dict[str, list[object]] = {
     "max_tokens": [0, 1, 2**24],
     "min_tokens": [0, 256],
     "temperature": [0, 0.0, 1, 100, 100.0, 1e-300],
     "top_p": [1, 1.0, 1e-9],
-    "min_p": [0, 0.0],
+    "min_p": [0, 0.0, 1],
     "top_k": [0, 1, 2**31 - 1],
-    "presence_penalty": [0],
-    "frequency_penalty": [0.0],
-    "repetition_penalty": [1],
-    "logit_bias": [{}],
+    "presence_penalty": [0, -2],
+    "frequency_penalty": [0.0, 2],
+    "repetition_penalty": [1, 0.01, 100],
+    "logit_bias": [{}, {"5": -100, "0": 0.5}],
+    "allowed_token_ids": [[], [0, 2**31 - 1], [1] * 1024],
+    "banned_token_ids": [[], [7]],
     "seed": [None, 0, -(2**63), 2**64 - 1],
-    "n": [1],
-    "beam_width": [0],
+    "n": [1, 4096],
+    "beam_width": [0, 2, 64],
     "stop": ["x", [], ["a", "b" * 256], ["x"] * 16],
     "stop_token_ids": [[], [0, 2**31 - 1], [1] * 64],
     "ignore_eos": [True, False],
     "include_stop": [True, False],
-    "logprobs": [None],
-    "prompt_logprobs": [None],
-    "response_format": [None],
+    "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
+    "response_format": [None, *FORMATS],
     "stream": [True, False],
     "priority": ["high", "normal", "low"],
     "tenant": [None, "", "t" * 128],
@@ -294,8 +316,10 @@ BAD: dict[str, list[object]] = {
     "top_k": [-1, 2**31, 1.0, *NUMBERS],
     "presence_penalty": [-2.1, 2.1, *NUMBERS],
     "frequency_penalty": [-2.1, 2.1, *NUMBERS],
-    "repetition_penalty": [0, -1, *NUMBERS],
+    "repetition_penalty": [0, -1, 0.009, 100.1, *NUMBERS],
     "logit_bias": [[], None, {"x": 1}, {"-1": 1}, {"01": 1}, {"1": 101}, {"1": "1"}, {str(i): 0 for i in range(1025)}, {1: 1}],
+    "allowed_token_ids": [None, [-1], [2**31], ["1"], [1] * 1025],
+    "banned_token_ids": [None, 5, [1] * 1025],
     "seed": [-(2**63) - 1, 2**64, 1.0, True, "1"],
     "n": [0, -1, 4097, 1.0, *NUMBERS],
     "beam_width": [1, -1, 65, 2.0, *NUMBERS],
@@ -305,7 +329,28 @@ BAD: dict[str, list[object]] = {
     "include_stop": [0, None],
     "logprobs": [-1, 21, True, 1.0, "5"],
     "prompt_logprobs": [-1, 21, True],
-    "response_format": ["json", {}, {"type": "xml"}, {"type": None}, {"type": "regex", "x": "y" * 70_000}, []],
+    "response_format": [
+        "json",
+        [],
+        {},
+        {"type": "xml"},
+        {"type": None},
+        {"type": ["text"]},
+        {"type": "text", "x": 1},
+        {"type": "json_object", "schema": {}},
+        {"type": "json_schema"},
+        {"type": "json_schema", "schema": "{}"},
+        {"type": "json_schema", "schema": {"x": "y" * 70_000}},
+        {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "n"}},
+        {"type": "json_schema", "json_schema": []},
+        {"type": "regex"},
+        {"type": "regex", "regex": ""},
+        {"type": "regex", "regex": 5},
+        {"type": "regex", "regex": "a", "pattern": "a"},
+        {"type": "regex", "regex": "y" * 65_537},
+        {"type": "regex", "pattern": "é" * 40_000},
+    ],
     "stream": [None, 1],
     "priority": ["urgent", None, 1, "High", ["high"]],
     "tenant": ["t" * 129, 5, LONE],
@@ -444,30 +489,77 @@ def test_a_job_shows_no_prompt_when_printed() -> None:
     assert SECRET not in repr(jobs)
 
 
-@pytest.mark.parametrize("beside", [{"n": 2}, {"temperature": 1.0}])
-def test_beam_search_excludes_sampling(beside: dict[str, object]) -> None:
-    assert "excludes n above 1 and temperature" in field_refusal(beam_width=4, **beside).limit
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"n": 2},
+        {"temperature": 1.0},
+        {"min_p": 0.1},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"presence_penalty": 1},
+        {"frequency_penalty": 1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1}},
+        {"allowed_token_ids": [5]},
+        {"banned_token_ids": [5]},
+        {"logprobs": 0},
+        {"response_format": {"type": "json_object"}},
+        {"stop": "x"},
+    ],
+    ids=str,
+)
+def test_beam_search_excludes_what_samples_or_changes_logits_by_name(beside: dict[str, object]) -> None:
+    error = field_refusal(beam_width=4, **beside)
+    assert (error.field, error.limit) == ("beam_width", f"excludes {next(iter(beside))}; leave one of them out")
+
+
+def test_beam_search_goes_with_what_changes_nothing() -> None:
+    beside = {"n": 1, "top_p": 1, "stop": [], "stop_token_ids": [5], "prompt_logprobs": 1, "response_format": {"type": "text"}}
+    assert parse_body({"prompt": "", "beam_width": 4} | beside).num_choices == 4
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 2),
-        ("beam_width", 2),
-        ("presence_penalty", -2),
-        ("frequency_penalty", 2.0),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": -100, "0": 0.5}),
-        ("min_p", 1),
-        ("logprobs", 0),
-        ("prompt_logprobs", 20),
-        ("response_format", {"type": "json_object"}),
-    ],
+    ("wanted", "grammar"),
+    list(zip(FORMATS, GRAMMARS, strict=True)),
+    ids=itertools.count(),
 )
-def test_what_cannot_be_served_yet_is_refused_by_name_and_never_ignored(name: str, value: object) -> None:
-    error = field_refusal(**{name: value})
-    assert (error.field, error.code) == (name, "invalid")
-    assert "not supported" in error.limit
+def test_a_response_format_becomes_a_grammar(wanted: object, grammar: Grammar | None) -> None:
+    assert parse_body({"prompt": "", "response_format": wanted}).response_format == grammar
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ({"type": "json_schema"}, "schema is missing"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, "schema is missing"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "shcema": 1}}, "unknown key 'shcema'"),
+        ({"type": "json_schema", "schema": []}, "schema must be a map"),
+        ({"type": "regex", "regexp": "x"}, "regex is missing"),
+        ({"type": "json_object", "schema": {}}, "unknown key 'schema'"),
+        ({"type": "regex", "pattern": ""}, "pattern must be text of 1 to 65536 bytes"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_wrong_response_format_is_refused_with_the_key(wanted: object, named: str) -> None:
+    error = field_refusal(response_format=wanted)
+    assert (error.field, error.code) == ("response_format", "invalid")
+    assert named in error.limit
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 2, "max_tokens": 2**24}, "max_tokens"),
+        ({"n": 2, "max_tokens": 0}, "max_tokens"),
+        ({"beam_width": 2, "max_tokens": 2**24}, "max_tokens"),
+        ({"logprobs": 20, "max_tokens": 2**20 // 21 + 1}, "logprobs"),
+        ({"logprobs": 0, "max_tokens": 2**19, "n": 3}, "logprobs"),
+    ],
+    ids=str,
+)
+def test_more_than_a_result_can_hold_or_several_answers_of_nothing_are_refused(body: dict[str, object], field: str) -> None:
+    assert field_refusal(**body).field == field
 
 
 def test_a_body_over_the_limit_is_not_sent() -> None:
@@ -481,14 +573,17 @@ USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2, resumed_tok
 FRAMES = [
     TokenFrame(attempt=2, choice=1, index=5, token_ids=(1, 2**31 - 1), text="é的👍", offset=9),
     TokenFrame(1, 0, 0, (), "", 0, "stop"),
+    TokenFrame(1, 0, 0, (7, 8), "x", 0, None, (TokenLogprobs(-0.5, ((7, -0.5), (9, -1.25))), TokenLogprobs(-2.0))),
     ControlFrame(attempt=1, event="start"),
     ControlFrame(attempt=3, event="end", state="failed", code="invalid", usage=USAGE),
     ControlFrame(attempt=2, event="restart", choice=1, index=4, offset=17),
 ]
+LOGPROBS = (TokenLogprobs(-1.0, ((5, -1.0),)),)
 RESULT = Result(
     id="k",
     state="succeeded",
-    choices=(Choice(0, "é的", (1, 2), "length", "kv_capacity"), Choice(1, "", (), None)),
+    choices=(Choice(0, "é的", (1, 2), "length", "kv_capacity"), Choice(1, "", (5,), None, None, LOGPROBS, -0.25)),
+    prompt_logprobs=LOGPROBS,
     usage=USAGE,
     timings=Timings(queued_s=0.5, ttft_s=None, e2e_s=2.0),
     attempts=2,
@@ -508,8 +603,9 @@ def test_frames_have_the_documented_keys() -> None:
         "v": 1, "a": 2, "c": 1, "i": 5, "ids": [1, 2**31 - 1], "s": "é的👍", "o": 9,
     }  # fmt: skip
     assert msgpack.unpackb(encode_frame(FRAMES[1]))["fr"] == "stop"
-    assert msgpack.unpackb(encode_frame(FRAMES[2])) == {"v": 1, "a": 1, "e": "start"}
-    assert set(msgpack.unpackb(encode_frame(FRAMES[3]))) == {"v", "a", "e", "state", "code", "usage"}
+    assert msgpack.unpackb(encode_frame(FRAMES[2]))["lp"] == [[-0.5, [[7, -0.5], [9, -1.25]]], [-2.0, []]]
+    assert msgpack.unpackb(encode_frame(FRAMES[3])) == {"v": 1, "a": 1, "e": "start"}
+    assert set(msgpack.unpackb(encode_frame(FRAMES[4]))) == {"v", "a", "e", "state", "code", "usage"}
 
 
 @pytest.mark.parametrize("result", [RESULT, Result(id="k", state="failed", code="invalid", error="n: 0: an integer")])
@@ -529,7 +625,7 @@ def test_results_have_the_documented_keys() -> None:
 @pytest.mark.parametrize("whole", [encode_frame(FRAMES[0]), encode_result(RESULT)], ids=["frame", "result"])
 def test_keys_of_a_newer_worker_are_ignored(whole: bytes) -> None:
     decode = decode_frame if len(whole) < 60 else decode_result
-    newer = msgpack.packb(msgpack.unpackb(whole) | {"lp": [[1, -0.5]], "new": {"x": 1}})
+    newer = msgpack.packb(msgpack.unpackb(whole) | {"later": [[1, -0.5]], "new": {"x": 1}})
     assert decode(newer) == decode(whole)
 
 
@@ -551,6 +647,8 @@ def test_keys_of_a_newer_worker_are_ignored(whole: bytes) -> None:
         msgpack.packb({"v": 1, "id": 1, "state": 1}),
         msgpack.packb({"v": 1, "a": 1, "c": 0, "i": 0, "ids": ["x"], "s": "", "o": 0}),
         msgpack.packb({"v": 1, "id": "k", "state": "x", "timings": {"queued_s": "soon"}}),
+        msgpack.packb({"v": 1, "a": 1, "c": 0, "i": 0, "ids": [1], "s": "", "o": 0, "lp": [[-0.5, [[1]]]]}),
+        msgpack.packb({"v": 1, "id": "k", "state": "x", "prompt_logprobs": [-0.5]}),
     ],
     ids=itertools.count(),
 )
@@ -585,3 +683,10 @@ def test_a_long_result_is_read() -> None:
 def test_extension_types_nested_in_a_body_are_refused() -> None:
     with pytest.raises(codec.MalformedError, match="type Timestamp"):
         codec.check({"a": [msgpack.Timestamp(1, 2)]})
+
+
+def test_a_result_with_more_log_probabilities_than_a_body_may_hold_lists_is_read() -> None:
+    logprobs = (TokenLogprobs(-1.5),) * codec.MAX_CONTAINERS
+    result = Result(id="k", state="succeeded", choices=(Choice(0, "", (7,) * len(logprobs), "length", None, logprobs),))
+    assert decode_result(encode_result(result)) == result
+    assert 4 * wire.MAX_LOGPROBS < frames.MAX_RESULT_CONTAINERS  # two lists for each at most, of prompt and output

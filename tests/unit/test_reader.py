@@ -1,0 +1,170 @@
+"""What the engine's events make of an attempt of one or several choices."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.messages import Abort, RequestRejected, StepReport, TokenEvent, TokenLogprobs
+from engine.request import FinishReason, Request
+from tests.support import fake_engine
+from worker.attempt import Attempt
+from worker.broker import Delivery
+from worker.inflight import InFlight
+from worker.metrics import Metrics
+from worker.reader import Reader
+from worker.requests import replay, requests_for
+from worker.text import Tokenizer
+from worker.wire import parse_body
+
+LENGTH, STOP, ERROR = FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR
+
+
+class Bench:
+    """A reader, and the messages that the engine gets."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.sent: list[Request | Abort] = []
+        self.metrics = Metrics()
+        self.inflight = InFlight(self.metrics, self.sent.append)
+        self.reader = Reader(self.inflight, self.metrics, "m", lambda: None)
+        self._tokenizer = tokenizer
+
+    def start(self, **body: object) -> Attempt:
+        job = parse_body({"prompt": "w5"} | body)
+        attempt = Attempt(Delivery("a", "1-1", "normal", {}, 0, 1, 1, "l:1", 7, 0, 0, "new"), job, (5,))
+        replay(attempt, job, self._tokenizer)
+        self.inflight.add(attempt)
+        self.inflight.enter(attempt, *requests_for(attempt, job))
+        return attempt
+
+    def report(self, *events: TokenEvent, rejected: tuple[RequestRejected, ...] = ()) -> None:
+        self.reader.on_report(StepReport(events, fake_engine.FakeEngine(4, 0.0).idle_report().stats, rejected))
+
+    @property
+    def aborts(self) -> list[Abort]:
+        return [message for message in self.sent if isinstance(message, Abort)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("words")
+    return Tokenizer(fake_engine.save_model(directory))
+
+
+@pytest.fixture
+def bench(tokenizer: Tokenizer) -> Bench:
+    return Bench(tokenizer)
+
+
+def event(attempt: Attempt, choice: int, start: int, *ids: int, reason: FinishReason | None = None, **more: Any) -> TokenEvent:
+    return TokenEvent(attempt.request_id, start, ids, reason, choice=choice, **more)
+
+
+def test_tokens_go_to_their_choice(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.report(event(attempt, 1, 0, 8), event(attempt, 0, 0, 9), event(attempt, 1, 1, 7))
+    assert [output.token_ids for output in attempt.outputs] == [[9], [8, 7]]
+
+
+def test_a_job_ends_when_its_last_choice_does(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.report(event(attempt, 1, 0, 8, reason=LENGTH))
+    assert attempt.ending is None
+    bench.report(event(attempt, 0, 0, 9, reason=STOP))
+    assert attempt.ending
+    assert (attempt.ending.state, bench.aborts) == ("succeeded", [])
+    assert [output.finish_reason for output in attempt.outputs] == ["stop", "length"]
+
+
+def test_a_stop_string_ends_its_choice_alone(bench: Bench) -> None:
+    attempt = bench.start(n=3, stop="w8")
+    bench.report(event(attempt, 1, 0, 8), event(attempt, 0, 0, 9))
+    assert (bench.aborts, attempt.ending) == ([Abort(attempt.request_id, 1)], None)
+
+
+def test_what_the_engine_makes_before_it_hears_of_a_stop_string_is_late(bench: Bench) -> None:
+    attempt = bench.start(n=2, stop="w8")
+    bench.report(event(attempt, 1, 0, 8))
+    bench.report(event(attempt, 1, 1, 9), event(attempt, 1, 2, 9, reason=LENGTH))
+    assert attempt.outputs[1].token_ids == [8]
+    assert len(bench.aborts) == 1
+    assert bench.metrics.wasted_tokens.labels("aborted")._value.get() == 2
+
+
+def test_a_stop_string_in_the_last_choice_frees_the_whole_request(bench: Bench) -> None:
+    attempt = bench.start(n=2, stop="w8")
+    bench.report(event(attempt, 0, 0, 9, reason=LENGTH))
+    bench.report(event(attempt, 1, 0, 8))
+    assert bench.aborts == [Abort(attempt.request_id)]
+    assert attempt.ending
+
+
+def test_an_error_of_one_choice_fails_the_job_and_keeps_what_there_is(bench: Bench) -> None:
+    attempt = bench.start(n=3)
+    bench.report(event(attempt, 0, 0, 9, reason=LENGTH), event(attempt, 1, 0, 8))
+    bench.report(event(attempt, 2, 0, reason=ERROR, detail="sampling: nan"))
+    assert attempt.ending
+    assert (attempt.ending.state, attempt.ending.error) == ("failed", "engine: sampling: nan")
+    assert bench.aborts == [Abort(attempt.request_id)]
+    assert [(output.token_ids, output.finish_reason) for output in attempt.outputs] == [
+        ([9], "length"),
+        ([8], "error"),
+        ([], "error"),
+    ]
+
+
+def test_beams_come_all_at_once_with_their_scores(bench: Bench) -> None:
+    attempt = bench.start(beam_width=2)
+    bench.report(*[event(attempt, k, 0, 5, 6 + k, reason=LENGTH, score=-0.5 - k) for k in range(2)])
+    result = attempt.result(attempt.ending, "me", "m")  # type: ignore[arg-type]
+    assert [(choice.token_ids, choice.score) for choice in result.choices] == [((5, 6), -0.5), ((5, 7), -1.5)]
+
+
+def test_log_probabilities_of_prompt_and_tokens_reach_the_result(bench: Bench) -> None:
+    attempt = bench.start(logprobs=0, prompt_logprobs=0)
+    of_prompt, of_token = (TokenLogprobs(-3.0),), (TokenLogprobs(-1.0),)
+    bench.report(event(attempt, 0, 0, 9, reason=LENGTH, logprobs=of_token, prompt_logprobs=of_prompt))
+    result = attempt.result(attempt.ending, "me", "m")  # type: ignore[arg-type]
+    assert (result.prompt_logprobs, result.choices[0].logprobs) == (of_prompt, of_token)
+
+
+def test_a_job_waits_for_the_prompt_that_is_computed_beside_it(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    attempt.is_prompt_pending = True
+    bench.report(event(attempt, 0, 0, 9, reason=LENGTH), event(attempt, 1, 0, 8, reason=LENGTH))
+    assert attempt.ending is None
+    bench.report(event(attempt, 2, 0, reason=LENGTH, prompt_logprobs=(TokenLogprobs(-3.0),)))
+    assert attempt.ending
+    assert attempt.prompt_logprobs == (TokenLogprobs(-3.0),)
+
+
+def test_why_a_choice_ended_is_told_of_that_choice(bench: Bench) -> None:
+    attempt = bench.start(n=2)
+    bench.report(event(attempt, 0, 0, 9, reason=STOP), event(attempt, 1, 0, 8, reason=LENGTH, detail="kv_capacity"))
+    result = attempt.result(attempt.ending, "me", "m")  # type: ignore[arg-type]
+    assert [choice.detail for choice in result.choices] == [None, "kv_capacity"]
+
+
+def test_a_request_that_is_refused_in_a_step_ends_as_invalid(bench: Bench) -> None:
+    attempt = bench.start(response_format={"type": "regex", "regex": "("})
+    refusal = RequestRejected(attempt.request_id, "response_format", "regex of 1", "a regex that compiles", "mend it")
+    bench.report(rejected=(refusal,))
+    assert attempt.ending
+    assert (attempt.ending.code, attempt.ending.error) == (
+        "invalid",
+        "response_format: regex of 1: a regex that compiles; mend it",
+    )
+
+
+def test_the_choices_of_one_step_count_once_as_time_between_tokens(bench: Bench) -> None:
+    attempt = bench.start(n=4)
+    for step in range(3):
+        bench.report(*[event(attempt, choice, step, 9) for choice in range(4)])
+    [family] = bench.metrics.inter_token_latency_seconds.collect()
+    counts = [
+        sample.value
+        for sample in family.samples
+        if sample.name.endswith("_count") and sample.labels["priority"] == attempt.priority
+    ]
+    assert counts == [2]
