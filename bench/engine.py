@@ -1,6 +1,6 @@
 """The engine alone on a standard workload: tokens per second, where a step's time goes, peak memory.
 
-    python -m bench.engine [sharegpt|alpaca] [--limit N] [--repeats K] [--dtype D] [--json OUT]
+    python -m bench.engine [sharegpt|alpaca] [--limit N] [--repeats K] [--dtype D] [--batch-invariant] [--json OUT]
 
 Generation only is timed; loading and a warm-up are apart. The JSON record carries machine, commit and command with the figures.
 """
@@ -8,10 +8,8 @@ Generation only is timed; loading and a warm-up are apart. The JSON record carri
 import json
 import os
 import pickle
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ import click
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # as engine/serve.py; OpenMP reads it when torch loads
 import torch
 
+from bench.record import commit, processor
 from bench.workload import DIGESTS, SHAPES, WorkItem, make_workload
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -40,6 +39,7 @@ PARTS = ("schedule", "prepare", "forward", "sample", "update", "publish")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-slots", type=int, default=64, show_default=True)
 @click.option("--kv-blocks", type=int, help="usable KV blocks; default by memory")
+@click.option("--batch-invariant", is_flag=True, help="the same bits in any batch")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="write the record to this file")
 def main(
     name: str,
@@ -49,6 +49,7 @@ def main(
     dtype: str,
     max_slots: int,
     kv_blocks: int | None,
+    batch_invariant: bool,
     json_path: Path | None,
 ) -> None:
     directory = resolve(model)
@@ -57,9 +58,8 @@ def main(
         click.echo(f"note: digest {workload.digest} is not {DIGESTS[name]}: compare with this Python only", err=True)
     items = workload.items[:limit]
     started = time.perf_counter()
-    runner = ModelRunner(
-        EngineConfig(model=str(directory), dtype=dtype, max_slots=max_slots, kv_blocks=kv_blocks, max_model_len=2048)
-    )
+    options = {"dtype": dtype, "max_slots": max_slots, "kv_blocks": kv_blocks, "batch_invariant": batch_invariant}
+    runner = ModelRunner(EngineConfig(model=str(directory), max_model_len=2048, **options))
     load_s = time.perf_counter() - started
     run(runner, tuple(WorkItem(item.prompt[:64], 8) for item in items[:8]))
     runs = []
@@ -68,8 +68,8 @@ def main(
         click.echo(f"run {repeat + 1}/{repeats}: {runs[-1]['output_tokens_per_s']:.1f} output tokens/s", err=True)
     record = {
         "workload": {"name": name, "digest": workload.digest, "requests": len(items)},
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "commit": _commit(),
+        "machine": f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "commit": commit(),
         "command": "python -m bench.engine " + " ".join(sys.argv[1:]),
         "dtype": str(runner.dtype),
         "load_s": load_s,
@@ -131,17 +131,6 @@ def _print(record: dict) -> None:
         click.echo(f"  {part:9s} {milliseconds:8.3f} ms  {100 * milliseconds / whole:5.1f} %")
     click.echo(f"slot-steps {middle['slot_steps']}")
     click.echo(f"load {record['load_s']:.1f} s  peak memory {record['peak_mib']:.0f} MiB")
-
-
-def _processor() -> str:
-    with Path("/proc/cpuinfo").open() as lines:
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _commit() -> str:
-    answer = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
