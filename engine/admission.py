@@ -3,7 +3,7 @@
 from engine.config import SchedulerConfig
 from engine.errors import RequestRefused
 from engine.geometry import ModelGeometry
-from engine.request import Request, SamplingParams
+from engine.request import NOT_WITH_BEAMS, Request, SamplingParams
 from engine.reservation import max_tokens_held
 
 
@@ -62,20 +62,7 @@ def _check_room(request: Request, config: SchedulerConfig, geometry: ModelGeomet
 def _check_beams(params: SamplingParams) -> None:
     """Beam search takes the model's own distribution."""
     neutral = SamplingParams()
-    for name in (
-        "n",
-        "min_p",
-        "top_k",
-        "top_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "banned_token_ids",
-        "allowed_token_ids",
-        "logprobs",
-        "grammar",
-    ):
+    for name in NOT_WITH_BEAMS:
         if getattr(params, name) != getattr(neutral, name):
             # Not the other way round: some of them hold what a user wrote.
             raise RequestRefused("beam_width", params.beam_width, f"not with {name}", "leave one of them out")

@@ -37,8 +37,6 @@ class ModelInput:
     """`[S + 1]` int32."""
     context_lens: Tensor
     """`[S]` int32, computed and new tokens."""
-    max_query_len: int
-    max_context_len: int
     logits_indices: Tensor
     """`[R]` int64: the rows that are sampled, each as often as there are samples, then the prompt rows that are scored."""
 
@@ -91,8 +89,6 @@ def build(
         block_tables=tensor(tables, np.int32),
         query_start=tensor(query_start, np.int32),
         context_lens=tensor(contexts, np.int32),
-        max_query_len=int(query_lens.max()),
-        max_context_len=int(contexts.max()),
         logits_indices=tensor(_logits_indices(items, query_start)),
     )
 

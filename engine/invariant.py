@@ -100,8 +100,6 @@ def _tile(batch: ModelInput, tables: Tensor, start: int, rows: int, *, is_wanted
         block_tables=F.pad(tables[part], (0, 0, 0, missing)),
         query_start=torch.arange(rows + 1, dtype=torch.int32, device=positions.device),
         context_lens=context_lens,
-        max_query_len=1,
-        max_context_len=int(context_lens.max()),
         logits_indices=indices if is_wanted else indices[:0],
     )
 

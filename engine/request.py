@@ -69,6 +69,23 @@ class SamplingParams:
     grammar: Grammar | None = None
 
 
+NOT_WITH_BEAMS = (
+    "n",
+    "min_p",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "banned_token_ids",
+    "logprobs",
+    "grammar",
+)
+"""Fields of `SamplingParams` that a beam search excludes: what draws, or changes or tells the distribution."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation to run, of one or several choices.

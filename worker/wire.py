@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from engine.request import Grammar
+from engine.request import NOT_WITH_BEAMS, Grammar
 from worker import codec, response_format
 from worker.codec import MalformedError
 from worker.errors import InvalidJob, UnknownVersion
@@ -236,22 +236,8 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 _PRIVATE = (*PROMPTS, "metadata")
 _NEUTRAL = Job()
-_NOT_WITH_BEAMS = (
-    "n",
-    "min_p",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "banned_token_ids",
-    "logprobs",
-    "response_format",
-    "stop",
-)
-"""What draws, changes or reports logits, or ends an answer before the search does."""
+_NOT_WITH_BEAMS = (*("response_format" if name == "grammar" else name for name in NOT_WITH_BEAMS), "stop")
+"""And `stop`, which ends an answer before the search does."""
 
 
 def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:

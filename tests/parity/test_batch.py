@@ -36,13 +36,11 @@ def batch() -> ModelInput:
 def test_new_tokens_lie_one_sequence_after_the_other(batch: ModelInput) -> None:
     assert batch.input_ids.tolist() == [19, 38, 39, 40, 60, 61]
     assert batch.query_start.tolist() == [0, 1, 4, 6]
-    assert batch.max_query_len == 3
 
 
 def test_positions_count_in_each_sequence(batch: ModelInput) -> None:
     assert batch.positions.tolist() == [9, 8, 9, 10, 0, 1]
     assert batch.context_lens.tolist() == [10, 11, 2]
-    assert batch.max_context_len == 11
 
 
 def test_slots_follow_the_block_tables(batch: ModelInput) -> None:

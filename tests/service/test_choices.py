@@ -1,54 +1,19 @@
 """Jobs of several choices, beams, log probabilities and formats through a worker process, a real server and the fake engine."""
 
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import redis
 
 from engine.request import Grammar, GrammarKind
 from tests.support import fake_engine
 from tests.support.jobs import Producer, answer, answer_of_choice, events, text, token_ids, words
 from tests.support.wait import wait_until
-from tests.support.worker import WorkerMaker, WorkerUnderTest, workers
+from tests.support.worker import WorkerMaker
 from worker.client import Client
 from worker.frames import Result, TokenFrame
 
 SLOW_S = 0.02
 PROMPT = "w5 w6"
-
-
-@pytest.fixture(scope="session")
-def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_engine.save_model(tmp_path_factory.mktemp("fake") / "model")
-
-
-@pytest.fixture(scope="module")
-def shared_queue() -> str:
-    return f"test-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture(scope="module")
-def shared_worker(redis_url: str, shared_queue: str, fake_model: Path) -> Iterator[WorkerUnderTest]:
-    with workers(redis_url, shared_queue, fake_model) as make:
-        yield make()
-
-
-@pytest.fixture
-def shared(shared_worker: WorkerUnderTest, redis_client: redis.Redis, shared_queue: str) -> Producer:
-    return Producer(redis_client, shared_queue)
-
-
-@pytest.fixture
-def producer(redis_client: redis.Redis, queue: str) -> Producer:
-    return Producer(redis_client, queue)
-
-
-@pytest.fixture
-def make_worker(redis_url: str, queue: str, fake_model: Path) -> Iterator[WorkerMaker]:
-    with workers(redis_url, queue, fake_model) as make:
-        yield make
 
 
 def check_choices(result: Result, max_tokens: int, n: int, prompt: str = PROMPT) -> None:

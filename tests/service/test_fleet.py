@@ -1,11 +1,8 @@
 """A worker with two engines and a real server: jobs go to both, and the end of one is no matter of the other's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
-import redis
 
 from tests.support import fake_engine
 from tests.support.jobs import Producer, answer
@@ -17,22 +14,6 @@ NUM_TOKENS = 60
 ROWS = range(20, 28)
 SLOW_S = 0.02
 """A step of the fake engine that leaves time to interfere."""
-
-
-@pytest.fixture(scope="module")
-def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_engine.save_model(tmp_path_factory.mktemp("fake") / "model")
-
-
-@pytest.fixture
-def make_worker(redis_url: str, queue: str, fake_model: Path) -> Iterator[WorkerMaker]:
-    with workers(redis_url, queue, fake_model) as make:
-        yield make
-
-
-@pytest.fixture
-def producer(redis_client: redis.Redis, queue: str) -> Producer:
-    return Producer(redis_client, queue)
 
 
 def two_engines(make_worker: WorkerMaker) -> WorkerUnderTest:
