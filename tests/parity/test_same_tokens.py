@@ -135,7 +135,7 @@ def check(undisturbed: Undisturbed, changes: dict[str, Any], jobs: list[tuple[in
     assert len(host) == changes["num_host_blocks"], "host blocks are lost"
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=CHANGES, jobs=JOBS)
 def test_no_mixture_of_neighbours_memory_and_policies_changes_a_token(
     undisturbed: Undisturbed, changes: dict[str, Any], jobs: list[Any]
@@ -143,7 +143,7 @@ def test_no_mixture_of_neighbours_memory_and_policies_changes_a_token(
     check(undisturbed, changes, jobs)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=CHANGES, jobs=JOBS)
 def test_the_same_holds_for_keys_and_values_in_int8(
     undisturbed_int8: Undisturbed, changes: dict[str, Any], jobs: list[Any]
