@@ -6,6 +6,7 @@ is refused to `admission`, who runs next to `Scheduler`, the numbers to `ModelRu
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -107,6 +108,9 @@ class Engine:
         self._num_wasted = 0
         """Tokens that the last step found computed in vain."""
         self._early: list[TokenEvent] = []
+        self._suspect = ""
+        self.on_alone: Callable[[str], None] | None = None
+        """Called with a suspect's request id before the first step that it runs alone."""
 
     @property
     def has_work(self) -> bool:
@@ -151,6 +155,9 @@ class Engine:
         self._num_wasted = 0
         clock = _Clock()
         output = self._scheduler.schedule()
+        if self.on_alone and output.suspect not in ("", self._suspect):
+            self.on_alone(output.suspect)
+        self._suspect = output.suspect
         clock.lap("schedule_s")
         launched = self._launch(output, clock)
         due = [launched]
@@ -167,7 +174,7 @@ class Engine:
         self._measure(output, clock.times["forward_s"])
         num_generated = sum([len(event.token_ids) for event in events])
         stats = self._stats(output, StepTimes(**clock.times), num_generated, num_leaked)
-        return StepReport(tuple(events), stats, rejected)
+        return StepReport(tuple(events), stats, rejected, self._scheduler.take_cleared())
 
     def idle_report(self) -> StepReport:
         """The state without a step, so that gauges stay true after an abort."""
@@ -299,7 +306,7 @@ class Engine:
         kv = self._scheduler.kv_counts()
         self._scheduler.abort(head.request.request_id, head.choice)
         why = f"not scheduled for {MAX_STALLED_STEPS} steps: knows {head.num_tokens} tokens, {kv}"
-        return end_events(Ended(head, FinishReason.ERROR, why))
+        return end_events(Ended(head, FinishReason.ERROR, why, may_retry=True))
 
     # Counting
 

@@ -64,6 +64,8 @@ class SchedulerOutput:
     """Those that were swapped out."""
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    suspect: str = ""
+    """The request that the step runs alone; empty when it may run all."""
 
 
 class Ended(NamedTuple):
@@ -72,6 +74,8 @@ class Ended(NamedTuple):
     sequence: Sequence
     reason: FinishReason
     detail: str = ""
+    may_retry: bool = False
+    """Of an error: a fault of the engine, not of what was asked."""
 
 
 Candidates = Items[tuple[int, float]]

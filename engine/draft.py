@@ -23,6 +23,8 @@ class Draft:
     scorable: int
     """Prompt positions that may still be scored."""
     is_chunked: bool
+    suspect: str = ""
+    """The request that the step runs alone; empty when it may run all."""
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_decodes: int = 0
     """The first so many of `scheduled` decode."""
@@ -101,6 +103,7 @@ class Draft:
             num_swapped_tokens=self.num_swapped_tokens,
             num_prefix_queries=self.num_prefix_queries,
             num_prefix_hits=self.num_prefix_hits,
+            suspect=self.suspect,
         )
 
 

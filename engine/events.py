@@ -43,7 +43,7 @@ def failures(rows: list[Row], failed: Mapping[int, str], dropped: AbstractSet[Se
         if sequence not in dropped:
             gave_up = sequence.matcher and sequence.matcher.failure
             detail = str(gave_up) if gave_up else f"sampling: {why}"
-            found.setdefault(sequence.beam_search or sequence, Ended(sequence, FinishReason.ERROR, detail))
+            found.setdefault(sequence.beam_search or sequence, Ended(sequence, FinishReason.ERROR, detail, not gave_up))
     return list(found.values())
 
 
@@ -84,10 +84,10 @@ def end_events(end: Ended) -> list[TokenEvent]:
 
     Of a beam search nothing has been told before: it ends with its outcome, or fails as a whole.
     """
-    sequence, reason, detail = end
+    sequence, reason, detail, may_retry = end
     params, request_id = sequence.request.params, sequence.request.request_id
     scores = _owed_logprobs(sequence) if sequence.owes_prompt_logprobs else None
-    told = partial(TokenEvent, request_id, detail=detail, num_cached_tokens=sequence.num_cached_tokens)
+    told = partial(TokenEvent, request_id, detail=detail, num_cached_tokens=sequence.num_cached_tokens, may_retry=may_retry)
     if sequence.beam_search is not None and sequence.beam_search.hypotheses and reason is not FinishReason.ERROR:
         return [
             TokenEvent(

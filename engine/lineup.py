@@ -87,6 +87,13 @@ class Lineup:
         insort(self.running, child, key=_order)
         return child
 
+    def place(self, request_id: str, place: tuple[float, int]) -> None:
+        """Move a request to another place in order, with all its choices."""
+        for sequence in self.live(request_id):
+            sequence.order = (*place, sequence.choice)
+        self.running.sort(key=_order)
+        self.waiting.sort(key=_reverse_order)
+
     def hold(self, end: Ended) -> None:
         """A running sequence has ended and keeps a slot and its blocks until it is removed."""
         self._discard(end.sequence)

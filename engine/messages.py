@@ -79,6 +79,13 @@ class RequestRejected:
         return cls(request_id, refusal.field, str(refusal.value), refusal.limit, refusal.remedy)
 
 
+@dataclass(frozen=True, slots=True)
+class RunsAlone:
+    """From the step that begins now on a suspect is computed alone: an end of the process is its doing."""
+
+    request_id: str
+
+
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position, of the distribution before penalties, bias, bans and temperature."""
 
@@ -108,6 +115,8 @@ class TokenEvent(NamedTuple):
     """Once, in the first event, when they were asked for: one per prompt token but the first."""
     score: float | None = None
     """Of a beam: sum of its tokens' log probabilities divided by their number."""
+    may_retry: bool = False
+    """Of an error: a fault of the engine, which another attempt may not meet, and not of what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +127,5 @@ class StepReport:
     stats: StepStats
     rejected: tuple[RequestRejected, ...] = ()
     """Requests refused after they were taken: a grammar that cannot be compiled."""
+    cleared: tuple[str, ...] = ()
+    """Request ids whose isolated steps are over, all recorded; those that ended before are not among them."""

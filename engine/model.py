@@ -46,8 +46,28 @@ def resolve(name: str) -> Path:
     rounded to bfloat16; one with other content is converted anew. Raises `ConfigError` when there is no such model,
     `ModelUnsupported` when the file cannot be converted.
     """
+    source = _named(name)
+    if source is None:
+        return _fetched(name)
+    return _converted(source) if source.is_file() else source
+
+
+def locate(name: str) -> Path | None:
+    """The file or directory that `name` means on this machine; nothing is converted or fetched.
+
+    None for a Hugging Face id that would have to be fetched. Raises `ConfigError` when there is no such model.
+    """
+    source = _named(name)
+    if source is None:
+        with contextlib.suppress(ConfigError):
+            source = _fetched(name, is_local_only=True)
+    return source
+
+
+def _named(name: str) -> Path | None:
+    """The GGUF file or directory that an alias or a path means, checked; None for a Hugging Face id."""
     if name in ALIASES:
-        return _converted(_packaged(name))
+        return _checked(_packaged(name))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -56,10 +76,10 @@ def resolve(name: str) -> Path:
             )
         return path.resolve()
     if path.is_file():
-        return _converted(path.resolve())
+        return _checked(path.resolve())
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(f"model: {name}: no such file or directory; mend the path, or give a Hugging Face id or an alias")
-    return _fetched(name)
+    return None
 
 
 def tokenizer_dir(directory: Path) -> Path:
@@ -183,13 +203,17 @@ def _packaged(alias: str) -> Path:
     raise ConfigError(f"model: {alias} is not installed; run `{remedy}`")
 
 
-def _fetched(name: str) -> Path:
+def _fetched(name: str, *, is_local_only: bool = False) -> Path:
     """The snapshot of a Hugging Face id: with safetensors, or .bin where there are none."""
     from huggingface_hub import snapshot_download
 
     try:
         for weights in ("*.safetensors", "*.bin"):
-            snapshot = Path(snapshot_download(name, allow_patterns=[*_HUB_PATTERNS, weights], ignore_patterns=_HUB_IGNORED))
+            patterns = [*_HUB_PATTERNS, weights]
+            found = snapshot_download(
+                name, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED, local_files_only=is_local_only
+            )
+            snapshot = Path(found)
             if any(snapshot.glob(weights)):
                 return snapshot
     except (OSError, ValueError) as error:
@@ -200,13 +224,17 @@ def _fetched(name: str) -> Path:
     raise ConfigError(f"model: {name} on Hugging Face holds no safetensors or .bin weights; give another id or a local path")
 
 
-def _converted(source: Path) -> Path:
-    """The directory converted from a GGUF file, keyed by its name and content."""
+def _checked(source: Path) -> Path:
     with source.open("rb") as file:
         if file.read(len(gguf.MAGIC)) != gguf.MAGIC:
             raise ConfigError(
                 f"model: {source} does not begin with `GGUF`; give a GGUF file or a directory in Hugging Face layout"
             )
+    return source
+
+
+def _converted(source: Path) -> Path:
+    """The directory converted from a GGUF file, keyed by its name and content."""
 
     def make(target: Path) -> None:
         _logger.info("converting %s, once; about half a minute for a small model", source.name)

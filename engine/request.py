@@ -108,3 +108,5 @@ class Request:
     weight: float = 1.0
     cache_salt: bytes = b""
     """Only requests of the same salt share cached prefixes."""
+    isolated_steps: int = 0
+    """A suspect runs alone through its prefill and so many steps more, everything else held meanwhile; 0: with the others."""

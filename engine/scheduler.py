@@ -5,8 +5,9 @@ Prompt, chunk, prefix hit, decode, resumption, continuation of an earlier attemp
 
 Pure bookkeeping over `BlockPool`: no tensors, no clock, no I/O. `schedule()` decides, the caller moves blocks, computes and
 samples, `update()` records. How much is set aside is answered in `reservation`, who comes first in `fairness`, why a sequence
-ends in `stopping`; what can never fit is refused by `admission` before it gets here. Places and slots are kept in `lineup`,
-blocks in `tables`; choices and beams are made in `forks`, and a step in the making is a `Draft`.
+ends in `stopping`, which request runs alone in `isolation`; what can never fit is refused by `admission` before it gets here.
+Places and slots are kept in `lineup`, blocks in `tables`; choices and beams are made in `forks`, and a step in the making is a
+`Draft`.
 
     policy             starts                                              goes on
     continuous         whenever a slot, blocks and budget are left         decodes, then prefills in chunks of what is left
@@ -26,6 +27,7 @@ from engine.decision import Candidates, Ended, Sampled, ScheduledSequence, Sched
 from engine.draft import Draft, is_scoring
 from engine.fairness import FairShare
 from engine.forks import Forks
+from engine.isolation import Isolation, is_alone
 from engine.lineup import Lineup
 from engine.request import Request
 from engine.reservation import Fit, Reservation, fit
@@ -68,6 +70,7 @@ class Scheduler:
         self._num_arrived = 0
         self._lineup = Lineup(config.max_slots, self._tables)
         self._forks = Forks(config, self._lineup, self._tables)
+        self._isolation = Isolation(self._lineup)
         self._in_flight: list[tuple[SchedulerOutput, set[Sequence]]] = []
         """Decisions that are not recorded yet, and whose tokens are to be dropped: ended, aborted or preempted meanwhile."""
         self.costs = PreemptionCosts()
@@ -119,6 +122,8 @@ class Scheduler:
         sequence.num_tokens_limit = min(sequence.num_tokens_limit, self._config.max_sequence_tokens)
         if request.params.beam_width:
             sequence.beam_search = BeamSearch(request.params.beam_width, sequence.stop_token_ids)
+        if request.isolated_steps:
+            self._isolation.add(sequence)
         self._lineup.add(sequence)
 
     def abort(self, request_id: str, choice: int | None = None, *, is_broken: bool = False) -> bool:
@@ -141,15 +146,19 @@ class Scheduler:
 
         Running decodes go on first, then prefills, each with as much of its gap as the budget allows; a decode that finds the
         pool dry preempts from the end of the order. Then waiting ones start, up to the first that does not fit.
+
+        While there is a suspect all this is done with it alone, and the others keep what they hold.
         """
         step = Draft.of(self._config)
+        step.suspect = self._isolation.suspect(is_closed=self._is_closed)
+        if step.suspect:
+            self._run_alone(step)
+            return self._finish(step, _Blocked.BUDGET)
         blocked = self._start_waiting(step) if self._config.prefill_first else None
         if not step.scheduled:
-            self._continue_prefills(step, self._continue_decodes(step))
+            self._continue_prefills(step, self._continue_decodes(step, len(self._lineup.running)))
             blocked = self._start_waiting(step)
-        output = step.finish(self._tables.take_moves(), self._count_slots(step, blocked))
-        self._in_flight.append((output, set()))
-        return output
+        return self._finish(step, blocked)
 
     def dropped(self) -> abc.Set[Sequence]:
         """Of the oldest step that is not recorded, the sequences whose tokens `update` will drop."""
@@ -191,7 +200,14 @@ class Scheduler:
         for rows in beams.values():
             if end := self._forks.advance(rows):
                 self._end(end, ended)
-        return ended if self._lineup.running else ended + self._release_batch()
+        if not self._lineup.running:
+            ended += self._release_batch()
+        self._isolation.record(output)
+        return ended
+
+    def take_cleared(self) -> tuple[str, ...]:
+        """The requests that live and have run alone for long enough since the last call."""
+        return self._isolation.take_cleared()
 
     def idle_slots(self) -> SlotCounts:
         """The slots when there is no step."""
@@ -216,15 +232,20 @@ class Scheduler:
             _advance_grammar(fork)
             self._end_if_over(fork, ended)
 
+    def _finish(self, step: Draft, blocked: _Blocked | None) -> SchedulerOutput:
+        output = step.finish(self._tables.take_moves(), self._count_slots(step, blocked))
+        self._in_flight.append((output, set()))
+        return output
+
     # Going on
 
-    def _continue_decodes(self, step: Draft) -> list[Sequence]:
-        """Schedule the running sequences that have one token to compute, in order; returns the prefills among the others."""
+    def _continue_decodes(self, step: Draft, end: int) -> list[Sequence]:
+        """Schedule the first `end` running sequences that have one token to compute; returns the prefills among the others."""
         prefills = []
         block_size = self._config.block_size
         scheduled, running, runs_ahead = step.scheduled, self._lineup.running, self._config.run_ahead
         index = 0
-        while index < len(running):
+        while index < end:
             sequence = running[index]
             index += 1
             computed = sequence.num_computed_tokens
@@ -234,9 +255,13 @@ class Scheduler:
                 continue
             elif sequence.beam_search is not None:
                 index = self._continue_beams(step, index - 1)
-            elif step.budget <= 0:
-                continue
-            elif (computed % block_size and not sequence.shares_tail) or self._extend(step, [sequence], 1):
+                end = min(end, len(running))
+            elif step.budget > 0:
+                if not computed % block_size or sequence.shares_tail:
+                    has_room = self._extend(step, [sequence], 1)
+                    end = min(end, len(running))
+                    if not has_room:
+                        continue
                 sequence.num_computed_tokens = computed + 1
                 sequence.num_in_flight += 1
                 scheduled.append(sequence.decode or _decode(sequence))
@@ -278,6 +303,29 @@ class Scheduler:
         self._tables.grow(sequences, num_tokens)
         return True
 
+    # Alone
+
+    def _run_alone(self, step: Draft) -> None:
+        """Continue and start the suspect, the first in order. The others keep what they hold unless it lacks room."""
+        lineup, suspect = self._lineup, step.suspect
+        num_running = sum(1 for _ in takewhile(is_alone, lineup.running))  # of one request: the next waits for its end
+        self._continue_prefills(step, self._continue_decodes(step, num_running))
+        if self._is_closed:
+            return
+        while lineup.waiting and (head := lineup.waiting[-1]).request.request_id == suspect and head not in step.preempted:
+            has_slots = lineup.num_slots_taken + head.width <= self._config.max_slots
+            blocked = self._start(step, head) if has_slots else _Blocked.MEMORY
+            if blocked is _Blocked.BUDGET or (blocked and not self._make_room(step)):
+                return
+
+    def _make_room(self, step: Draft) -> bool:
+        """Preempt the last in order for a suspect; False when nothing else runs."""
+        running = self._lineup.running
+        if not running or is_alone(running[-1]):
+            return False
+        self._preempt(step, running[-1])
+        return True
+
     # Starting
 
     def _start_waiting(self, step: Draft) -> _Blocked | None:
@@ -285,7 +333,7 @@ class Scheduler:
 
         One that was preempted in this step does not come back in it, even if a window or a shared block makes room again.
         """
-        if self._is_static and self.num_running:
+        if self._is_closed:
             return _Blocked.BUDGET
         lineup = self._lineup
         while lineup.waiting and lineup.num_slots_taken < self._config.max_slots:
@@ -297,6 +345,11 @@ class Scheduler:
             if blocked := self._start(step, sequence):
                 return blocked
         return None
+
+    @property
+    def _is_closed(self) -> bool:
+        """With request_level: whether a batch runs, so that nothing starts."""
+        return self._is_static and self.num_running > 0
 
     def _start(self, step: Draft, sequence: Sequence) -> _Blocked | None:
         """Start the head of the waiting sequences, or say what it lacks."""
@@ -405,6 +458,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it is, with all it holds and what is in flight of it."""
         if self._lineup.remove(sequence):
+            self._isolation.left(sequence.request.request_id)
             self._drop_in_flight(sequence)
             sequence.num_in_flight = 0
 

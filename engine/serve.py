@@ -11,14 +11,17 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.errors import EngineError, RequestRefused
-from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, Shutdown
+from engine.errors import EngineError, RequestRefused, one_line
+from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, RunsAlone, Shutdown
 from engine.ranks import Ranks
 from engine.request import Request
 
@@ -119,7 +122,23 @@ def _give_up(conn: Connection, reason: str) -> None:
 
 
 def serve(engine: "Engine", conn: Connection) -> None:
-    """Take requests, step while there is work, wait without spinning while there is none. Returns after `Shutdown`."""
+    """Take requests, step while there is work, wait without spinning while there is none. Returns after `Shutdown`.
+
+    An engine that raises cannot go on: the other end is told why, and the process ends with code 1.
+    """
+    engine.on_alone = lambda request_id: conn.send(RunsAlone(request_id))
+    try:
+        _serve(engine, conn)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:  # noqa: BLE001  whatever it was, who waits for it is told
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        conn.send(EngineFailed(f"a step failed at {Path(place.filename).name}:{place.lineno}: {one_line(error)}"))
+        os.write(sys.stderr.fileno(), traceback.format_exc().encode())  # at once: the queue side writes lines there too
+        raise SystemExit(1) from None
+
+
+def _serve(engine: "Engine", conn: Connection) -> None:
     while True:
         stale = False
         while conn.poll(None if not engine.has_work and not stale else 0):

@@ -438,6 +438,7 @@ def test_a_sequence_whose_grammar_gave_up_fails_for_its_reason() -> None:
     sequence.matcher = SimpleNamespace(failure=GrammarError("regex", "too many states", "simplify it"))
     (end,) = failures([Row(sequence, 0, 3)], {0: "nothing is left"}, frozenset())
     assert end.detail == "response_format: regex does not work: too many states; simplify it"
+    assert not end.may_retry
 
 
 def test_the_error_crosses_a_pipe() -> None:

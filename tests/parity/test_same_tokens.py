@@ -3,6 +3,7 @@
 One property mixes all of it; beside it the policies by name. What is undisturbed is computed once for each request.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ JOBS = st.lists(
         st.integers(0, 12),  # the step before which it arrives
         st.sampled_from([None, None, None, 0, 1, 7, BLOCK, NUM_TOKENS - 1, NUM_TOKENS]),  # resumed after so many tokens
         st.sampled_from([None, None, None, 1, 3, 9]),  # aborted so many steps later
+        st.sampled_from([0, 0, 0, 1, 4]),  # alone for so many steps
     ),
     min_size=1,
     max_size=6,
@@ -103,7 +105,9 @@ JOBS = st.lists(
 )
 
 
-def check(undisturbed: Undisturbed, changes: dict[str, Any], jobs: list[tuple[int, int, int, int | None, int | None]]) -> None:
+def check(
+    undisturbed: Undisturbed, changes: dict[str, Any], jobs: list[tuple[int, int, int, int | None, int | None, int]]
+) -> None:
     """Run the jobs under the configuration and compare each choice with what it gives alone."""
     for prompt, kind, *_ in jobs:
         undisturbed.tokens(prompt, kind)  # before the cache is filled: it poisons the blocks
@@ -111,13 +115,13 @@ def check(undisturbed: Undisturbed, changes: dict[str, Any], jobs: list[tuple[in
     expected: dict[Key, tuple[int, ...]] = {}
     aborted = set()
     for step in range(30):
-        for prompt, kind, arrival, cut, abort_after in jobs:
+        for prompt, kind, arrival, cut, abort_after, isolated_steps in jobs:
             whole = make(prompt, kind)
             if step == arrival:
                 told = undisturbed.tokens(prompt, kind)
                 is_resumed = cut is not None and not whole.params.beam_width and whole.params.max_tokens
                 for part in resumed(whole, told, cut or 0) if is_resumed else [whole]:
-                    done.add(part)
+                    done.add(replace(part, isolated_steps=isolated_steps))
                 expected |= {key: ids[cut:] if is_resumed else ids for key, ids in told.items()}
             if abort_after is not None and step == arrival + abort_after:
                 done.engine.abort(whole.request_id)

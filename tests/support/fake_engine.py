@@ -2,7 +2,16 @@
 
 Its tokens depend on prompt, grammar, seed, choice and index only (`next_token`): a test knows every answer, and an attempt that
 goes on from a log must continue it. Choice k ends by itself, 5 k tokens before the limit; a beam search tells nothing until it
-ends; a prompt that begins with `POISON_ID` kills it in the middle. `save_model` writes the tokenizer that it pretends to have.
+ends. A suspect runs alone for its window. `save_model` writes the tokenizer that it pretends to have.
+
+The first token of a prompt asks for trouble, which comes in the step of output index `TROUBLE_INDEX`, that is after so many
+tokens, those of earlier attempts included:
+
+    POISON_ID        the process is killed
+    HANG_ID          the step never ends; the process dies with the worker that started it, and otherwise when it is killed
+    RAISE_ID         the step raises a RuntimeError, which ends the process as it ends the real one
+    FAULT_ID         the choice ends as an error that may be tried again, unless it goes on from an earlier attempt's output
+    ALWAYS_FAULT_ID  the same, whatever the attempt
 """
 
 import argparse
@@ -11,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,14 +29,13 @@ from engine.config import EngineConfig
 from engine.errors import RequestRefused
 from engine.messages import EngineFailed, EngineLoading, EngineReady, StepReport, TokenEvent, TokenLogprobs
 from engine.request import FinishReason, Request
-from engine.serve import serve
+from engine.serve import inherited, serve
 from engine.stats import KVCounts, SlotCounts, StepStats, StepTimes
 
 VOCAB_SIZE = 200
 EOS_ID = 1
-POISON_ID = 66
-POISON_INDEX = 3
-"""Output index at which a poisonous request ends the process."""
+POISON_ID, HANG_ID, RAISE_ID, FAULT_ID, ALWAYS_FAULT_ID = range(66, 71)
+TROUBLE_INDEX = 3
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
@@ -81,6 +89,8 @@ class Sequence:
 
     def next(self) -> list[TokenEvent]:
         """What a step makes of it; the last of the events carries a reason when it has ended."""
+        if len(self.output) == TROUBLE_INDEX and self._meets_trouble():
+            return [self._event(len(self.output), (), FinishReason.ERROR, choice=self.choice, detail="trouble", may_retry=True)]
         if self.request.params.beam_width:
             return self._search()
         index, params = len(self.output), self.request.params
@@ -102,6 +112,17 @@ class Sequence:
         ]
         return [self._event(0, tuple(ids), FinishReason.LENGTH, choice=k, score=-k / 8) for k, ids in enumerate(beams)]
 
+    def _meets_trouble(self) -> bool:
+        """Do what the prompt asks for; whether it is to end the choice as an error."""
+        first = self.request.prompt_token_ids[0]
+        if first == POISON_ID:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while first == HANG_ID:
+            time.sleep(3600)
+        if first == RAISE_ID:
+            raise RuntimeError("trouble")
+        return first == ALWAYS_FAULT_ID or (first == FAULT_ID and not self.request.output_token_ids)
+
     def _event(self, start: int, ids: tuple[int, ...], reason: FinishReason | None, **more: Any) -> TokenEvent:
         return TokenEvent(self.request.request_id, start, ids, reason, **more)
 
@@ -114,12 +135,16 @@ class Sequence:
 
 
 class FakeEngine:
-    """Choices wait for a slot in order of arrival; a step adds one token to each that has one."""
+    """Choices wait for a slot in order of arrival; a step adds one token to each that has one, or to those of a suspect."""
 
     def __init__(self, max_slots: int, delay_s: float) -> None:
         self._max_slots = max_slots
         self._delay_s = delay_s
         self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._windows: dict[str, int] = {}
+        """Steps that suspects are still to run alone, by request id."""
+        self._suspect: str | None = None
+        self.on_alone: Callable[[str], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -129,6 +154,8 @@ class FakeEngine:
         length = len(request.prompt_token_ids)
         if length >= MAX_MODEL_LEN:
             raise RequestRefused("prompt", f"{length} tokens", f"at most {MAX_MODEL_LEN - 1} tokens", "shorten the prompt")
+        if request.isolated_steps:
+            self._windows.setdefault(request.request_id, 1 + request.isolated_steps)  # the first is its prefill
         for choice in range(request.choice, request.choice + request.params.n):
             assert (request.request_id, choice) not in self._sequences, "sent twice"
             self._sequences[request.request_id, choice] = Sequence(request, choice)
@@ -136,14 +163,19 @@ class FakeEngine:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         for key in list(self._sequences):
             if key[0] == request_id and choice in (None, key[1]):
-                del self._sequences[key]
+                self._forget(key)
 
     def step(self) -> StepReport:
+        suspect = next(iter(self._windows), None)
+        if suspect not in (None, self._suspect) and self.on_alone:
+            self.on_alone(suspect)
+        self._suspect = suspect
+        running = [item for item in self._sequences.items() if suspect in (None, item[0][0])][: self._max_slots]
         time.sleep(self._delay_s)  # where the forward pass would be
-        running = list(self._sequences.items())[: self._max_slots]
         events = tuple(event for key, sequence in running for event in self._advance(key, sequence))
         num_generated = sum(len(event.token_ids) for event in events)
-        return StepReport(events, self._stats(len(running), self._delay_s, num_generated))
+        cleared = self._count_alone(suspect)
+        return StepReport(events, self._stats(len(running), self._delay_s, num_generated), cleared=cleared)
 
     def idle_report(self) -> StepReport:
         return StepReport((), self._stats(0, 0.0, 0))
@@ -153,7 +185,11 @@ class FakeEngine:
         filled = [len(sequence.request.prompt_token_ids) + len(sequence.output) for sequence in running]
         used = sum(-(-tokens // BLOCK_SIZE) for tokens in filled)
         return StepStats(
-            slots=SlotCounts(decode=num_stepped, no_work=self._max_slots - num_stepped),
+            slots=SlotCounts(
+                decode=num_stepped,
+                no_budget=max(len(running) - num_stepped, 0),
+                no_work=self._max_slots - max(len(running), num_stepped),
+            ),
             kv=KVCounts(
                 capacity_blocks=NUM_BLOCKS,
                 used_blocks=used,
@@ -173,12 +209,25 @@ class FakeEngine:
         )
 
     def _advance(self, key: tuple[str, int], sequence: Sequence) -> list[TokenEvent]:
-        if sequence.request.prompt_token_ids[0] == POISON_ID and len(sequence.output) == POISON_INDEX:
-            os.kill(os.getpid(), signal.SIGKILL)
         events = sequence.next()
         if events and events[-1].finish_reason:
-            del self._sequences[key]
+            self._forget(key)
         return events
+
+    def _count_alone(self, suspect: str | None) -> tuple[str, ...]:
+        """Count a step of a suspect; its id when it lives and its window is over."""
+        if suspect not in self._windows:
+            return ()
+        self._windows[suspect] -= 1
+        if self._windows[suspect]:
+            return ()
+        del self._windows[suspect]
+        return (suspect,)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        del self._sequences[key]
+        if all(request_id != key[0] for request_id, _ in self._sequences):
+            self._windows.pop(key[0], None)
 
 
 def load_and_serve(conn: Connection, delay_s: float) -> None:
@@ -213,11 +262,8 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--delay-s", type=float, default=0.002)
     options = parser.parse_args()
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    os.set_inheritable(options.fd, False)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        load_and_serve(Connection(options.fd), options.delay_s)
+        load_and_serve(inherited(options.fd), options.delay_s)
 
 
 if __name__ == "__main__":

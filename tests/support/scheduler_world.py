@@ -9,6 +9,7 @@ would have written: a wrongly shared, stale, uncopied or wrongly moved block sho
 import random
 from collections import deque
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -149,6 +150,9 @@ class World:
         self.outcomes: dict[Key, Outcome] = {}
         self.beams: dict[str, list[tuple[float, tuple[int, ...]]]] = {}
         self.aborted: set[Key] = set()
+        self.steps_alone: dict[str, int] = {}
+        """Of the suspects that live, in order of arrival: steps that are left."""
+        self.cleared: list[str] = []
         self.num_steps = 0
         self.num_preemptions = 0
         self.device = [[0] * config.block_size for _ in range(config.num_blocks + 1)]
@@ -174,6 +178,9 @@ class World:
         sequence = Sequence(request, order, frozenset({EOS}), max_tokens_held(request, self.config))
         if request.params.grammar is not None:
             sequence.matcher = RecordingMatcher(request.output_token_ids)  # type: ignore[assignment]
+        self._forget_suspects()
+        if request.isolated_steps:
+            self.steps_alone.setdefault(request.request_id, request.isolated_steps)
         self.scheduler.add(sequence)
         self.requests.append(request)
         self.sequences.append(sequence)
@@ -234,6 +241,7 @@ class World:
         ended = self.scheduler.update(launched.output, sampled)
         self.scheduler.check()
         self._check_counts()
+        self._count_alone(launched.output)
         for end in ended:
             self._keep_outcome(end)
         return ended
@@ -379,6 +387,34 @@ class World:
         self.outcomes[key] = tuple(sequence.token_ids[sequence.num_prompt_tokens :]), end.reason, end.detail
         assert not sequence.block_table, "what has ended holds blocks"
 
+    # Suspects
+
+    def _forget_suspects(self) -> None:
+        """Those that have ended or were aborted."""
+        live = self.scheduler._lineup._live
+        self.steps_alone = {name: left for name, left in self.steps_alone.items() if name in live}
+
+    def _check_alone(self, output: SchedulerOutput) -> None:
+        """A step runs the first suspect or, with request_level until its batch is over, none."""
+        self._forget_suspects()
+        names = {item.sequence.request.request_id for item in output.scheduled}
+        if self.steps_alone and (self.config.scheduling != "request_level" or names & set(self.steps_alone)):
+            assert names <= {next(iter(self.steps_alone))}, "a suspect does not run alone"
+
+    def _count_alone(self, output: SchedulerOutput) -> None:
+        self._forget_suspects()
+        names = {item.sequence.request.request_id for item in output.scheduled}
+        cleared = []
+        for name in names & set(self.steps_alone):
+            live = self.scheduler._lineup._live[name]
+            is_whole = all(sequence.block_table for sequence in live if sequence.order[0] < 0)  # not what an earlier window had
+            self.steps_alone[name] -= is_whole and not output.num_prefill_tokens
+            if not self.steps_alone[name]:
+                del self.steps_alone[name]
+                cleared.append(name)
+        assert list(self.scheduler.take_cleared()) == cleared
+        self.cleared += cleared
+
     # Decisions
 
     def _check_decision(self, output: SchedulerOutput, waiting: set[Sequence]) -> None:
@@ -393,6 +429,7 @@ class World:
         if config.scheduling == "continuous" and len(scheduled) > 1:
             assert output.num_tokens <= config.max_num_batched_tokens
         assert sum(item.num_scored for item in output.scheduled) <= config.max_scored_tokens
+        self._check_alone(output)
         head = self.scheduler.head
         for sequence in scheduled:
             assert sequence not in waiting or head is None or sequence.order < head.order, "one that waits is overtaken"
@@ -514,6 +551,7 @@ def draw_request(rng: random.Random, name: int, earlier: list[Request], config: 
         tenant=rng.randint(0, 2),
         weight=rng.choice([1.0, 0.5, 3.0]),
         cache_salt=rng.choice([b"", b"", b"", b"a"]),
+        isolated_steps=rng.choice([0, 0, 0, 0, 0, 1, 3, 8]),
     )
 
 
@@ -523,12 +561,19 @@ def play(rng: random.Random, **fixed: Any) -> World:
     world = World(config, PreemptionCosts(rng.choice([0.1, 1.0]), rng.choice([0.05, 1.0])))
     names = list(range(rng.choice([1, 3, 6, 12])))
     drawn: list[Request] = []
-    while names or not world.is_idle:
+    late: list[Request] = []
+    while names or late or not world.is_idle:
         while names and rng.random() < 0.4:
             request = draw_request(rng, names.pop(0), drawn, config)
             drawn.append(request)
+            others = range(request.choice + 1, request.choice + rng.choice([1, 1, 3])) if request.output_token_ids else ()
+            late += [replace(request, choice=choice) for choice in others]  # resumed choice by choice
             if world.accepts(request):
                 world.add(request)
+        while late and rng.random() < 0.5:
+            if world.accepts(late[0]):
+                world.add(late[0])
+            late.pop(0)
         may_abort = world.requests and world.num_steps < 60  # an abort must not hide that something never ends
         if may_abort and rng.random() < 0.05:
             _abort_one(rng, world)
@@ -540,6 +585,7 @@ def play(rng: random.Random, **fixed: Any) -> World:
     world.check_outcomes()
     if config.reservation in ("declared", "max", "pow2", "oracle"):
         can_fit = all(most_blocks(request, config) <= config.num_blocks for request in world.requests)
+        can_fit &= not any(request.isolated_steps for request in world.requests)
         assert not (can_fit and world.num_preemptions), "preempted although everything was set aside"
     return world
 

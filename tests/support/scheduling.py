@@ -41,6 +41,8 @@ def make_sequence(
     priority: int = 0,
     tenant: int = 0,
     limit: int = 200,
+    choice: int = 0,
+    isolated_steps: int = 0,
     prompt_token_ids: tuple[int, ...] | None = None,
     output_token_ids: tuple[int, ...] | None = None,
     **params: object,
@@ -53,8 +55,10 @@ def make_sequence(
         output_token_ids=(TOKEN,) * num_outputs if output_token_ids is None else output_token_ids,
         priority=priority,
         tenant=tenant,
+        choice=choice,
+        isolated_steps=isolated_steps,
     )
-    return Sequence(request, (priority, name, 0), frozenset({EOS}), limit)
+    return Sequence(request, (priority, name, choice), frozenset({EOS}), limit)
 
 
 def run_step(scheduler: Scheduler, token: Callable[[Sequence], int] = lambda _: TOKEN) -> tuple[SchedulerOutput, list[Ended]]:

@@ -16,6 +16,7 @@ a swap pool of 0, 1, enough and too few blocks                     test_schedule
 host pool full: recompute                                          test_scheduler: test_a_full_host_pool_means_recompute
 running ahead near the full pool, N+1's need counted first         test_running_ahead_takes_no_block_that_the_plain_...
 one bad request fails alone                                        test_a_choice_that_fails_in_flight_takes_nobody_along
+a suspect runs alone, and nothing else is changed by it            test_suspects.py; World._check_alone; parity: the same
 a second batch has nothing of the first                            test_a_second_batch_has_nothing_of_the_first
 output neither shortened nor doubled after recompute, with forks   test_scheduler_model: World.check_outcomes
 grammar state and penalties survive preemption and resumption      World._sample; test_a_grammar_is_told_each_token_once

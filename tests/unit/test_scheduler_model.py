@@ -157,9 +157,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         tenant=st.integers(0, 1),
         salt=st.sampled_from([b"", b"a"]),
+        isolated_steps=st.sampled_from([0, 0, 0, 1, 4]),
     )
     def add(
-        self, prompt: tuple[int, ...], outputs: tuple[int, ...], params: SamplingParams, priority: int, tenant: int, salt: bytes
+        self,
+        prompt: tuple[int, ...],
+        outputs: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        tenant: int,
+        salt: bytes,
+        isolated_steps: int,
     ) -> None:
         request = Request(
             request_id=str(len(self.world.requests)),
@@ -169,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             tenant=tenant,
             cache_salt=salt,
+            isolated_steps=isolated_steps,
         )
         if max(params.n, params.beam_width) <= self.world.config.max_slots and self.world.accepts(request):
             self.world.add(request)
