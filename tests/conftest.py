@@ -8,7 +8,8 @@ import pytest
 import redis
 
 from tests.support.server import BrokerMaker, brokers, drop_queue, embedded_server, leaked_keys
-from worker.broker import Broker, connect
+from worker.broker import Broker
+from worker.connection import connect
 from worker.embedded import EmbeddedServer
 
 # A waiting thread that spins takes the core from the worker or server under test. Read when torch loads, here and in workers.

@@ -5,41 +5,33 @@ job's hash, which `emit` and `renew` answer with too. Words that are not known a
 """
 
 import contextlib
-import threading
+import time
 
 import redis
 
 from worker import log
+from worker.background import Background
 from worker.broker import Broker
+from worker.connection import hear
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 
 POLL_S = 0.25
 """How soon the thread sees that the worker leaves."""
-STOP_S = 1.0
+SILENCE_S = 5.0
+"""A channel that has been silent for so long is asked whether anybody is there, and given up after as long again."""
 
 _log = log.get("control")
 
 
-class Control:
+class Control(Background):
     """The listening thread."""
 
     def __init__(self, broker: Broker, link: Link, inflight: InFlight) -> None:
+        super().__init__("control")
         self._broker = broker
         self._link = link
         self._inflight = inflight
-        self._leave = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, without waiting for a server that does not answer."""
-        self._leave.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_S)
 
     def _run(self) -> None:
         while not self._leave.is_set():
@@ -53,10 +45,18 @@ class Control:
                 self._link.pause()
 
     def _hear(self, listener: redis.client.PubSub) -> None:
+        heard_at, is_asked = time.monotonic(), False
         while not self._leave.is_set():
-            message = listener.get_message(timeout=POLL_S)
-            if message and message["type"] == "message":
-                self._act(message["data"])
+            heard, silent_s = hear(listener, POLL_S), time.monotonic() - heard_at
+            if heard is not None:
+                heard_at, is_asked = time.monotonic(), False
+                if heard[0] == "message":
+                    self._act(heard[1])
+            elif silent_s > 2 * SILENCE_S:
+                raise redis.TimeoutError("no answer to a ping")
+            elif silent_s > SILENCE_S and not is_asked:
+                listener.ping()
+                is_asked = True
 
     def _act(self, said: bytes) -> None:
         word, _, job_id = said.partition(b" ")

@@ -27,7 +27,7 @@ from typing import Final, Self
 import psutil
 import redis
 
-from worker.broker import connect
+from worker.connection import connect
 from worker.errors import InvalidOption, ServerUnavailable
 
 MIN_MAJOR: Final = 7
@@ -94,15 +94,23 @@ class EmbeddedServer:
         data_dir: where the append-only file lives and stays; None: a private directory that goes at stop().
         port: TCP port on 127.0.0.1; None: a free one.
         binary: the server to run; None: what find_server finds.
+        options: more of the server's configuration, or other values than ours.
 
     After kill() a start() brings the same data back at the same addresses. Raises InvalidOption when directory or port cannot
     be had, ServerUnavailable when it does not get ready.
     """
 
-    def __init__(self, data_dir: Path | None = None, port: int | None = None, binary: Path | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        port: int | None = None,
+        binary: Path | None = None,
+        options: dict[str, str] | None = None,
+    ) -> None:
         self._data_dir = data_dir
         self._fixed_port = port
         self._binary = binary
+        self._options = options or {}
         self._private: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.port = port or 0
@@ -200,7 +208,7 @@ class EmbeddedServer:
             "appendfsync": "everysec",
             "maxmemory-policy": "noeviction",
             "client-output-buffer-limit": "pubsub 64mb 16mb 30",
-        }
+        } | self._options
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         try:
             self._process = subprocess.Popen(

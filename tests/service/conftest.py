@@ -11,7 +11,7 @@ from tests.support import fake_engine
 from tests.support.jobs import Producer
 from tests.support.server import drop_queue, leaked_keys
 from tests.support.worker import WorkerMaker, WorkerUnderTest, workers
-from worker.broker import connect
+from worker.connection import connect
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import redis
 from tests.support.server import embedded_server, wait_written
 from tests.support.wait import wait_until
 from worker import embedded
-from worker.broker import connect
+from worker.connection import connect
 from worker.embedded import EmbeddedServer, find_server, packaged_binary
 from worker.errors import InvalidOption, ServerUnavailable
 

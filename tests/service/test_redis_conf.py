@@ -7,7 +7,7 @@ from pathlib import Path
 import redis
 
 from tests.support.wait import wait_until
-from worker.broker import connect
+from worker.connection import connect
 from worker.embedded import find_server
 
 CONFIG = Path(__file__).parents[2] / "ops/redis/redis.conf"
