@@ -11,14 +11,16 @@ from typing import Literal
 
 from engine.messages import TokenLogprobs
 from engine.request import FinishReason
-from worker.broker import Delivery
+from worker.claims import Blame, Delivery
 from worker.frames import Choice, FinalState, Result, Timings, Usage
 from worker.order import LogOrder
 from worker.output import Output
 from worker.wire import Job
 
-State = FinalState | Literal["released"]
+State = FinalState | Literal["released", "delayed"]
 
+DEAD_LETTER = "dead_letter"
+"""Code of a job that is not tried again."""
 PUBLISH_TOKENS = 16
 PUBLISH_S = 0.025
 LOG_TOKENS = 64
@@ -27,7 +29,7 @@ LOG_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an attempt ends. `released` gives the job back; every other state is the job's last."""
+    """How an attempt ends. `released` gives the job back, `delayed` after `delay_s`; every other state is its last."""
 
     state: State
     finish_reason: str = ""
@@ -36,8 +38,14 @@ class Ending:
     """One line for the result, without prompt text."""
     why: str = ""
     """Label of the metric that counts it, where the code does not say it."""
-    is_counted: bool = False
-    """Of a release: the attempt counts against the job's limit, since the job may be what ended it."""
+    blame: Blame = "none"
+    """Of a release: what the job had to do with it."""
+    delay_s: float = 0.0
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job ends with it."""
+        return self.state not in ("released", "delayed")
 
 
 STOPPED = Ending("succeeded", FinishReason.STOP.value)
@@ -46,8 +54,6 @@ EXPIRED = Ending("expired", "expired", "expired")
 RELEASED_BY_DRAIN = Ending("released", why="drain")
 MISSED_BY_ENGINE = Ending("released", why="engine")
 """The engine was gone before it had the job."""
-LOST_WITH_ENGINE = Ending("released", why="engine", is_counted=True)
-"""The engine died with the job inside: an attempt, as when a whole worker dies."""
 
 
 def completed(attempt: "Attempt") -> Ending:
@@ -89,8 +95,15 @@ class Attempt:
     num_cached_tokens: int = 0
     engine: int = 0
     """Which of the worker's engines has it, while one does."""
+    is_alone: bool = field(init=False)
+    """A suspect whose time alone is not over."""
+    has_begun_alone: bool = False
+    """The engine computes nothing else since. Before that a crash is somebody else's doing."""
+    is_acquitted: bool = False
+    """A suspect no longer, as the server knows."""
 
     def __post_init__(self) -> None:
+        self.is_alone = self.delivery.is_suspect
         self.expect(max(1, len(self.outputs)))
         self.asked = {"cancelled": CANCELLED, "expired": EXPIRED}.get(self.delivery.ending)
 
@@ -118,6 +131,16 @@ class Attempt:
     def is_going_on(self) -> bool:
         """Whether no end is set or asked for."""
         return not (self.ending or self.asked)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a crash now would be charged to it, as far as the server knows."""
+        return self.delivery.is_suspect and not self.is_acquitted
+
+    @property
+    def owes_acquittal(self) -> bool:
+        """Whether the server is still to be told that it is no suspect any more."""
+        return self.is_suspect and not self.is_alone
 
     @property
     def is_complete(self) -> bool:
@@ -156,7 +179,7 @@ class Attempt:
 
     def due_at(self) -> float | None:
         """`time.monotonic` from which there is something to write, None while there is not."""
-        if self.ending or (self.outputs and not self.is_announced):
+        if self.ending or self.owes_acquittal or (self.outputs and not self.is_announced):
             return 0.0
         job, planned = self.job, self.order.planned
         waiting, is_resent = 0, self.order.n > self.num_logged
@@ -204,7 +227,7 @@ class Attempt:
                 ttft_s=max(0.0, self.first_token_at - enqueued_at) if self.first_token_at else None,
                 e2e_s=max(0.0, time.time() - enqueued_at),
             ),
-            attempts=self.delivery.counted_attempts,
+            attempts=self.delivery.counted_attempts - (ending.code == DEAD_LETTER),  # it is claimed once more for its end
             worker=worker_id,
             model=model,
             metadata=self.job.metadata if self.job else {},

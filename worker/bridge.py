@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, Shutdown, StepReport
+from engine.messages import Abort, EngineFailed, EngineLoading, EngineReady, RequestRejected, RunsAlone, Shutdown, StepReport
 from engine.request import Request
 from worker import log
 from worker.errors import EngineUnavailable
@@ -32,7 +32,7 @@ LONG_LIFE_S = 60.0
 STOP_GRACE_S = 3.0
 
 ToEngine = EngineConfig | Request | Abort | Shutdown
-FromEngine = EngineLoading | EngineReady | EngineFailed | StepReport | RequestRejected
+FromEngine = EngineLoading | EngineReady | EngineFailed | StepReport | RequestRejected | RunsAlone
 
 _log = log.get("bridge")
 
@@ -122,18 +122,33 @@ class Handler(Protocol):
     def on_rejected(self, rejection: RequestRejected) -> None:
         """A request can never be served."""
 
+    def on_alone(self, request_id: str) -> None:
+        """The time that a suspect is computed alone begins."""
+
     def on_down(self) -> None:
         """The engine is gone, and what was in it."""
+
+    def stalled_for_s(self) -> float:
+        """Seconds without a step of an engine that has work."""
 
 
 class EngineSupervisor:
     """Keeps one engine process running: a thread that starts it, reads from it, and starts it again with a backoff."""
 
     def __init__(
-        self, config: EngineConfig, command: Sequence[str], handler: Handler, may_give_up: Callable[[], bool] = lambda: True
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        handler: Handler,
+        may_give_up: Callable[[], bool] = lambda: True,
+        stall_s: float = float("inf"),
     ) -> None:
-        """After too many failed starts it gives up when it `may_give_up`: not while other engines of the worker serve."""
+        """After too many failed starts it gives up when it `may_give_up`: not while other engines of the worker serve.
+
+        An engine that has work and makes no step for `stall_s` is killed.
+        """
         self._config = config
+        self._stall_s = stall_s
         self._may_give_up = may_give_up
         self._command = command
         self._handler = handler
@@ -183,7 +198,8 @@ class EngineSupervisor:
                 _log.error("reader_failed", exc_info=True)
                 self._note_death("the queue side failed to read its report")
             finally:
-                grace_s = STOP_GRACE_S if self.is_ready else 0.0  # one that loads does not listen, and holds nothing
+                # One that loads does not listen and holds nothing; one that is not asked to leave is dead or hangs.
+                grace_s = STOP_GRACE_S if self.is_ready and self._stop.is_set() else 0.0
                 self.is_ready = False
                 if process := self._process:
                     self._process = None
@@ -199,6 +215,8 @@ class EngineSupervisor:
                     self._handler.on_report(report)
                 case RequestRejected() as rejection:
                     self._handler.on_rejected(rejection)
+                case RunsAlone(request_id):
+                    self._handler.on_alone(request_id)
                 case EngineLoading(phase):
                     self._handler.on_loading(phase)
                 case EngineReady() as ready:
@@ -207,6 +225,8 @@ class EngineSupervisor:
                     self._ready_at = time.monotonic()
                 case EngineFailed(message):
                     raise self._no_start(message)
+                case None if (silent_s := self._handler.stalled_for_s()) > self._stall_s:
+                    raise EngineUnavailable(f"the engine process made no step for {silent_s:.0f} s with work to do; killed")
 
     def _accept(self, ready: EngineReady) -> None:
         try:

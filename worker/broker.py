@@ -6,191 +6,102 @@ takes a connection of its own from the client's pool. What a body means is worke
 the consumer's.
 """
 
-import re
+import contextlib
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, get_args
-from urllib.parse import parse_qs, urlsplit
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 import redis
 from redis.exceptions import ResponseError
 
 from worker import keys as names
 from worker import log
+from worker.claims import Blame, Delivery, Emission, EmitReply, Finish, RenewReply
+from worker.connection import hear, subscribe
 from worker.errors import InvalidOption, ServerUnavailable
-from worker.frames import FinalState
+from worker.frames import FINAL_STATES
 from worker.keys import GROUP, LANES, Keys
 from worker.lua import Scripts
 from worker.wire import MAX_BODY_BYTES
 
-ENDED: Final = tuple(state.encode() for state in get_args(FinalState))
+ENDED: Final = tuple(state.encode() for state in FINAL_STATES)
 MAX_REPLY_BYTES: Final = 16 * 1024 * 1024
-"""fetch and reclaim stop taking jobs once they carry this much; they may overshoot by a few bodies."""
+"""fetch stops taking jobs once they carry this much; it may overshoot by a few bodies."""
 SCAN_LIMIT: Final = 500
 """Entries that one fetch looks at, so that a flood of duplicates cannot hold the server."""
-RECLAIM_ROUNDS: Final = 200
+RECLAIM_ENTRIES: Final = 1_000
+"""Entries of each lane that one reclaim looks at."""
 LOOK_ENTRIES: Final = 10_000
 LOOK_BYTES: Final = 64 * 1024 * 1024
 """How far `register` looks through what no worker has seen."""
 BLOCK_MARGIN_S: Final = 5.0
-MAX_TIMEOUT_S: Final = 86_400.0
-URL_ARGUMENTS: Final = (
-    "db",
-    "username",
-    "password",
-    "client_name",
-    "socket_timeout",
-    "socket_connect_timeout",
-    "socket_keepalive",
-    "health_check_interval",
-    "max_connections",
-)
+UNHEARD_S: Final = 10.0
+MAX_UNHEARD: Final = 16
+"""For so long fetches give back what earlier ones claimed whose reply was lost: a slow server may run those later."""
 
 _log = log.get("broker")
 _group_lines = log.Throttle()
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """A job that is ours for now.
-
-    `attempt` only ever grows and fences; `counted_attempts` leaves out attempts that were given back. `size` is the bytes of
-    the body, or of all that stands around it where that is more; `fields` is None when it is over MAX_BODY_BYTES. `seed` (60
-    bits) stays the same for all attempts. `num_logged` tokens are in the log. With `ending` the job is to be finished in that
-    state without being run.
+class EnqueueReply:
+    """`job_id` is the job in the queue, which an idempotency key may have chosen; `full` says when to come again, `closed` that
+    the queue takes nothing until it is opened again.
     """
 
-    job_id: str
-    entry_id: str
-    lane: str
-    fields: dict[bytes, bytes] | None
-    size: int
-    attempt: int
-    counted_attempts: int
-    lease: str
-    seed: int
-    num_logged: int
-    enqueued_ms: int
-    source: Literal["new", "released", "reclaimed"]
-    ending: Literal["", "cancelled", "expired"] = ""
-    started_ms: int = 0
-    """Unix time of the job's first claim, by whichever worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnqueueReply:
-    """`job_id` is the job in the queue, which an idempotency key may have chosen; `full` says when to come again."""
-
-    status: Literal["queued", "duplicate", "full"]
+    status: Literal["queued", "delayed", "duplicate", "full", "closed"]
     job_id: str
     retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class RenewReply:
-    """Job ids that are no longer ours, and ids of ours whose end was asked for."""
-
-    lost: set[str]
-    cancelled: set[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """One frame for a job's log: tokens previous_n..n-1 of all choices; a control frame has previous_n == n."""
-
-    job_id: str
-    lease: str
-    attempt: int
-    previous_n: int
-    n: int
-    frame: bytes
-    publish: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class EmitReply:
-    """`ok`, `cancel`: the frame is in the log; `behind`: it is not, the log has `n` tokens; `fenced`: the job is not ours."""
-
-    status: Literal["ok", "cancel", "fenced", "behind"]
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """How a job ends. `expected_n` refuses the end (`behind`) unless the log has that many tokens."""
-
-    delivery: Delivery
-    state: FinalState
-    code: str
-    result: bytes
-    end_frame: bytes
-    result_ttl_s: int = names.RESULT_TTL_S
-    expected_n: int | None = None
-    batch_id: str | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class LaneCounts:
-    """Entries of a lane, of those the ones that workers hold, and the age of the oldest one that waits."""
+    """Entries of a lane, of those the ones that workers hold, and the age of the oldest one that waits.
+
+    Of those that wait, `released` and `suspects` have run before; nothing up to the entry `delivered` is new to the workers.
+    """
 
     entries: int
     pending: int
     oldest_age_s: float
+    released: int = 0
+    suspects: int = 0
+    delivered: str = field(default="0-0", compare=False)
 
-
-def connect(url: str, timeout_s: float = 5.0) -> redis.Redis:
-    """A client with bytes replies, explicit timeouts in seconds and no retries of its own; does not connect yet.
-
-    `InvalidOption` for a URL that cannot be read; it may hold a password, so it is not shown.
-    """
-    options: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "decode_responses": False}
-    try:
-        client = redis.Redis.from_url(url, retry=None, protocol=2, **options)
-        pool = client.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # only a connection knows which of the URL's arguments there are
-        _check_url(url, pool.connection_kwargs)
-    except (ValueError, TypeError, redis.RedisError):
-        raise InvalidOption("redis URL: cannot be read; write redis://host:6379/0, rediss://... or unix:///path") from None
-    return client
-
-
-def _check_url(url: str, kwargs: Mapping[str, Any]) -> None:
-    """ValueError for what redis-py takes from a URL and would leave out, fail at with every call, or take in place of ours."""
-    address = urlsplit(url)
-    database = address.path.strip("/")
-    if address.scheme != "unix" and database and not re.fullmatch("[0-9]{1,9}", database):
-        raise ValueError("no database")
-    if address.scheme == "unix" and not address.path:
-        raise ValueError("no path")
-    if not all(name in URL_ARGUMENTS or name.startswith("ssl_") for name in parse_qs(address.query)):
-        raise ValueError("an argument that is not the URL's to set")
-    if kwargs.get("db", 0) < 0 or not all(
-        0 < kwargs[name] < MAX_TIMEOUT_S for name in ("socket_timeout", "socket_connect_timeout")
-    ):
-        raise ValueError("a timeout that cannot be waited for")
+    @property
+    def waiting(self) -> int:
+        """Entries that no worker holds."""
+        return max(0, self.entries - self.pending)
 
 
 class Broker:
     """One worker's (or client's) view of one queue.
 
     Args:
-        client: bytes replies, no retries, explicit socket timeouts, as `connect` makes them; stays the caller's to close.
+        client: bytes replies, no retries, explicit socket timeouts, as worker/connection.py makes them; stays the caller's.
         queue: see Keys.
         worker_id: name under which jobs are held; unique among live workers.
         lease_s: how long a job may go without being renewed before others take it.
     """
 
     def __init__(self, client: redis.Redis, queue: str, worker_id: str, lease_s: float = 30.0) -> None:
-        if worker_id in ("", "released"):
-            raise InvalidOption(f"worker_id: {worker_id!r}: empty and 'released' are taken; choose another name")
+        if worker_id in ("", *names.PSEUDO_CONSUMERS):
+            taken = f"empty, or one of {', '.join(names.PSEUDO_CONSUMERS)}, which are taken"
+            raise InvalidOption(f"worker_id: {worker_id!r}: {taken}; choose another name")
         self.keys = Keys(queue)
         self.worker_id = worker_id
         self.lease_s = lease_s
         self._client: Any = client  # redis-py's types cannot tell its sync replies from awaitables
         self._scripts = Scripts(client)
         self._delivered = dict.fromkeys(self.keys.lanes, "0-0")
+        self.is_paused = False
+        """Whether the queue was paused at the last fetch."""
+        self.next_due_s: float | None = None
+        """Seconds from the last fetch until the next delayed job is due; None when there is none."""
+        self._unheard: dict[str, float] = {}
+        """Nonces of fetches whose reply was lost, and when."""
         self._bell: redis.Redis | None = None
         self._bell_block_s = 0.0
 
@@ -202,7 +113,7 @@ class Broker:
 
     def ensure_group(self) -> None:
         """Makes lanes and group where missing, from the first entry on. Raises ServerUnavailable when the server is too old."""
-        if not self._client.execute_command("COMMAND INFO", "function"):
+        if self._client.execute_command("COMMAND INFO", "function") == [None]:
             raise ServerUnavailable("server: has no FUNCTION command: Redis >= 7.0 or Valkey >= 7.2 is needed; use a newer one")
         for lane in self.keys.lanes:
             try:
@@ -219,49 +130,63 @@ class Broker:
         *,
         idempotency_key: str | None = None,
         max_queued: int | None = None,
+        delay_s: float = 0.0,
         deadline_ms: int | None = None,
         tenant: str | None = None,
         batch_id: str | None = None,
     ) -> EnqueueReply:
         """Adds a job unless its id or idempotency key is known or `max_queued` unfinished entries are in the lanes.
 
-        `lane` is high, normal or low; `body` is msgpack, as wire.encode_body makes it, and is not looked at; `deadline_ms` is
-        unix time. Tenant and batch are kept with the job.
+        `lane` is high, normal or low; `body` is msgpack, as wire.encode_body makes it, and is not looked at; it can be claimed
+        after `delay_s`; `deadline_ms` is unix time. Tenant and batch are kept with the job.
         """
-        keys = [self.keys.lane(lane), self.keys.job(job_id), self.keys.done, *self.keys.lanes]
+        config = (self.keys.config, self.keys.delayed)
+        keys = [self.keys.lane(lane), self.keys.job(job_id), self.keys.done, *config, *self.keys.lanes]
         if idempotency_key is not None:
             keys.append(self.keys.idempotency(idempotency_key))
         kept = {"deadline_ms": deadline_ms, "tenant": tenant, "batch": batch_id}
         pairs = [part for name, value in kept.items() if value is not None for part in (name, value)]
         bound = "" if max_queued is None else max_queued
-        reply = self._scripts.run("enqueue", keys, self.keys.prefix, job_id, body, bound, names.IDEMPOTENCY_TTL_S, *pairs)
+        args = (job_id, body, bound, names.IDEMPOTENCY_TTL_S, int(delay_s * 1000), *pairs)
+        reply = self._scripts.run("enqueue", keys, self.keys.prefix, *args)
         status, known, retry_after_ms = (part.decode() for part in reply)
         return EnqueueReply(status, known, int(retry_after_ms) / 1000)
 
-    def fetch(self, free: int) -> list[Delivery]:
+    def fetch(self, free: int, *, aging: int = 64, may_take_suspect: bool = True) -> list[Delivery]:
         """Claims up to `free` jobs: high before normal before low, in each lane released ones before new ones.
 
-        May answer fewer than there are (many duplicates, big bodies); wait_for_entry then returns at once.
+        Of each `aging` claims that pass by a waiting job of a lower lane the next is that lane's. A suspect comes first, one of
+        them in a call. What a call has claimed whose reply was lost, the next gives back first. May answer fewer than there are
+        (many duplicates, big bodies); wait_for_entry then returns at once.
         """
         if free <= 0:
             return []
-        args = (MAX_BODY_BYTES, MAX_REPLY_BYTES, free, SCAN_LIMIT)
-        taken, delivered = self._claim("fetch", self.keys.lanes, *args)
-        self._delivered = {lane: entry.decode() for lane, entry in zip(self.keys.lanes, delivered, strict=True)}
-        return [_delivery(row) for row in taken]
+        keys = (*self.keys.lanes, self.keys.delayed, self.keys.config, self.keys.cursor)
+        nonce = secrets.token_hex(8)  # for each call, not each worker: after a failover attempt numbers repeat
+        limits = (MAX_BODY_BYTES, MAX_REPLY_BYTES, free, SCAN_LIMIT, aging, int(may_take_suspect))
+        args = (self.worker_id, nonce, *limits, *self._unheard)
+        try:
+            taken, delivered, due_ms, is_paused = self._run_on_group("fetch", keys, *args)
+        except (redis.ConnectionError, redis.TimeoutError):
+            self._unheard = {**dict(list(self._unheard.items())[1 - MAX_UNHEARD :]), nonce: time.monotonic()}
+            raise
+        self._unheard = {lost: at for lost, at in self._unheard.items() if time.monotonic() - at < UNHEARD_S}
+        self._delivered |= {lane: entry.decode() for lane, entry in zip(self.keys.lanes, delivered, strict=False)}
+        self.is_paused = bool(is_paused)
+        self.next_due_s = None if due_ms < 0 else due_ms / 1000
+        return [_delivery(row, self.keys.queue) for row in taken]
 
-    def reclaim(self, count: int, skip: Iterable[str]) -> list[Delivery]:
-        """Claims up to `count` jobs whose lease ran out, but for the entries in `skip`, which are in the caller's own hands."""
-        if count <= 0:
-            return []
-        args = (MAX_BODY_BYTES, MAX_REPLY_BYTES, count, int(self.lease_s * 1000), RECLAIM_ROUNDS, *skip)
-        return [_delivery(row) for row in self._claim("reclaim", (self.keys.cursor, *self.keys.lanes), *args)]
+    def reclaim(self, in_hand: Iterable[Delivery]) -> int:
+        """Lets jobs whose lease ran out wait for their next claim, but for those in the caller's own hands; how many."""
+        skip = (f"{job.lane}/{job.entry_id}" for job in in_hand)
+        args = (self.worker_id, int(self.lease_s * 1000), RECLAIM_ENTRIES, *skip)
+        return int(self._run_on_group("reclaim", (self.keys.cursor, *self.keys.lanes), *args))
 
     def wait_for_entry(self, block_s: float) -> None:
         """Returns when there are entries that no worker had seen at the last fetch, or after `block_s` seconds.
 
-        Call it with a free slot only: entries that were left in the lane make it return at once. A job that another worker
-        gives back does not ring.
+        Call it with a free slot only, and not while the queue is paused: entries that were left in the lane make it return at
+        once. A job that another worker gives back does not ring, nor does one that becomes due.
         """
         block_ms = max(1, int(block_s * 1000))
         bell: Any = self._doorbell(block_s)
@@ -276,6 +201,10 @@ class Broker:
     def read_log(self, job_id: str) -> list[bytes]:
         """All frames of a job so far, in order."""
         return [fields[b"m"] for _, fields in self._client.xrange(self.keys.log(job_id))]
+
+    def log_of(self, delivery: Delivery) -> list[bytes]:
+        """The frames of a claimed job."""
+        return self.read_log(delivery.job_id)
 
     def renew(self, deliveries: Sequence[Delivery]) -> RenewReply:
         """Extends the leases of `deliveries` from now."""
@@ -294,10 +223,34 @@ class Broker:
         calls = [(self._finish_keys(finish.delivery), self._finish_args(finish)) for finish in finishes]
         return [status.decode() for status in self._scripts.run_many("finish", calls)]
 
-    def release(self, deliveries: Sequence[Delivery], *, counted: bool = False) -> None:
-        """Gives jobs back: claimable at once by any worker, before newer entries; `counted`: this was one of their attempts."""
+    def release(self, deliveries: Sequence[Delivery], blame: Blame = "none") -> None:
+        """Gives jobs back: claimable at once by any worker, before newer entries."""
         if deliveries:
-            self._run_on_group("release", [self.keys.cursor], int(counted), *_claims(deliveries))
+            self._run_on_group("release", [self.keys.cursor], blame, *_claims(deliveries))
+
+    def retry(self, retries: Sequence[tuple[Delivery, float]]) -> list[Literal["ok", "fenced"]]:
+        """Holds jobs back, each until its next attempt is due in so many seconds; this attempt counts."""
+        calls = []
+        for job, delay_s in retries:
+            keys = [self.keys.job(job.job_id), self.keys.lane(job.lane)]
+            calls.append((keys, (self.keys.prefix, job.job_id, job.lease, job.entry_id, int(delay_s * 1000))))
+        return [status.decode() for status in self._scripts.run_many("retry", calls)]
+
+    def acquit(self, deliveries: Sequence[Delivery]) -> None:
+        """Ends the suspicion of jobs that have run alone for long enough."""
+        if deliveries:
+            pairs = [part for job in deliveries for part in (job.job_id, job.lease)]
+            self._scripts.run("acquit", [self.keys.cursor], self.keys.prefix, *pairs)
+
+    def clean_up(self) -> int:
+        """Forgets consumers that hold nothing and whose workers are gone; how many."""
+        keys = (self.keys.workers, self.keys.worker(self.worker_id), *self.keys.lanes)
+        return int(self._run_on_group("janitor", keys, names.WORKER_TTL_S, ""))
+
+    def leave(self) -> None:
+        """Forgets this worker, unless it still holds something."""
+        keys = (self.keys.workers, self.keys.worker(self.worker_id), *self.keys.lanes)
+        self._scripts.run("janitor", keys, self.keys.prefix, names.WORKER_TTL_S, self.worker_id)
 
     def cancel(self, job_id: str) -> str | None:
         """Asks for a job's end (`cancel <id>` on the control channel); its state now, None when unknown."""
@@ -311,12 +264,13 @@ class Broker:
 
     def listen(self) -> redis.client.PubSub:
         """A confirmed subscription to the control channel, on a connection of its own; the caller's to close."""
-        listener: redis.client.PubSub = self._client.pubsub()
-        listener.subscribe(self.keys.control)
-        if listener.get_message(timeout=BLOCK_MARGIN_S) is None:
-            listener.close()
-            raise redis.TimeoutError("no confirmation of a subscription")
-        return listener
+        with contextlib.ExitStack() as on_failure:
+            listener = subscribe(self._client, self.keys.control)
+            on_failure.callback(listener.close)
+            if hear(listener, BLOCK_MARGIN_S) is None:
+                raise redis.TimeoutError("no confirmation of a subscription")
+            on_failure.pop_all()
+            return listener
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the server knows of a job; empty when unknown."""
@@ -345,17 +299,22 @@ class Broker:
     def queue_counts(self) -> dict[str, LaneCounts]:
         """Counts for each lane, by priority."""
         rows = self._scripts.run("counts", self.keys.lanes, self.keys.prefix)
-        return {lane: LaneCounts(row[0], row[1], row[2] / 1000) for lane, row in zip(LANES, rows, strict=True)}
+        return {
+            lane: LaneCounts(entries, pending, age_ms / 1000, released, suspects, delivered.decode())
+            for lane, (entries, pending, age_ms, released, suspects, delivered) in zip(LANES, rows, strict=True)
+        }
+
+    def num_delayed_and_dead(self) -> tuple[int, int]:
+        """How many jobs are not due yet, and how many rows the dead have."""
+        with self._client.pipeline(transaction=False) as pipe:
+            delayed, dead = pipe.zcard(self.keys.delayed).xlen(self.keys.dead).execute()
+        return delayed, dead
 
     def heartbeat(self, fields: Mapping[str, str | int | float]) -> None:
         """Says for three heartbeats that this worker is alive, and what of it."""
         pairs = [part for pair in fields.items() for part in pair]
         args = (self.keys.prefix, self.worker_id, names.WORKER_TTL_S, *pairs)
         self._scripts.run("heartbeat", [self.keys.workers, self.keys.worker(self.worker_id)], *args)
-
-    def _claim(self, name: str, keys: Sequence[str], *args: Any) -> Any:
-        """A lease's nonce is drawn for each call, not each worker: after a failover attempt numbers repeat."""
-        return self._run_on_group(name, keys, self.worker_id, secrets.token_hex(8), *args)
 
     def _run_on_group(self, name: str, keys: Sequence[str], *args: Any) -> Any:
         """Runs a script; makes the group anew, once, where FLUSHALL or a failover took it."""
@@ -403,8 +362,9 @@ def _claims(deliveries: Iterable[Delivery]) -> list[str]:
     return [part for job in deliveries for part in (job.job_id, job.lease, job.lane, job.entry_id)]
 
 
-def _delivery(row: Sequence[Any]) -> Delivery:
-    job_id, entry_id, lane, flat, size, attempt, released, lease, seed, n, enqueued_ms, started_ms, source, ending = row
+def _delivery(row: Sequence[Any], queue: str) -> Delivery:
+    job_id, entry_id, lane, flat, size, attempt, released, lease, seed, n, enqueued_ms, started_ms, source, *more = row
+    ending, suspect, crashes = more
     return Delivery(
         job_id=job_id.decode(),
         entry_id=entry_id.decode(),
@@ -420,4 +380,7 @@ def _delivery(row: Sequence[Any]) -> Delivery:
         started_ms=int(started_ms),
         source=source.decode(),
         ending=ending.decode(),
+        is_suspect=suspect == b"1",
+        num_crashes=int(crashes),
+        queue=queue,
     )

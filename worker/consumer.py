@@ -1,29 +1,36 @@
-"""May we take another job now, and what becomes of one that was taken: refused, ended, or handed to the engine.
+"""May we take another job now? What was taken is refused, ended, or handed to the engine.
 
 The main thread's loop. Relies on the broker for claims, on `wire` and `text` for what a body means. Leaves everything after the
-hand-over to the reader and the publisher, and to the engine whether a log already meets an end in tokens.
+hand-over to the reader and the publisher, to `verdict` who is not tried again, and to the engine whether a log already meets an
+end in tokens.
 
 A claimed job is held before anything can go wrong with it, so every road leads to an ending: whatever is unexpected fails that
 job alone, and what the server did not answer is tried again.
 """
 
+import contextlib
 import random
 import time
 from collections import deque
 from collections.abc import Callable
 
+from redis.exceptions import ResponseError
+
 from engine.request import Request
 from worker import log
 from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, Attempt, Ending, completed, internal_error
-from worker.broker import Broker, Delivery
+from worker.broker import Broker
+from worker.connection import hide_password
 from worker.errors import InvalidJob, ServerUnavailable, SlotmillError, UnknownVersion
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
+from worker.partitions import Partitions
 from worker.reader import Destination, Serving
 from worker.requests import check_fit, replay, requests_for
-from worker.settings import Settings, hide_password
+from worker.settings import Settings
 from worker.tenants import Tenants
+from worker.verdict import ISOLATED_STEPS, dead_letter
 from worker.wire import MAX_BODY_BYTES, Job, decode_job
 
 WAIT_S = 1.0
@@ -33,6 +40,9 @@ round trip: with answers of 20 tokens that step would be 5 % of all slot-steps."
 AHEAD_WAIT_S = 0.05
 """Nothing is taken ahead before a worker with a free slot has had this time to take it."""
 
+WINDOW_WAIT_S = 0.1
+"""While a suspect runs alone its end is waited for, so that the next may come at once; new jobs are looked for so often."""
+
 _log = log.get("consumer")
 
 
@@ -41,7 +51,7 @@ class Consumer:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: Broker | Partitions,
         link: Link,
         inflight: InFlight,
         *,
@@ -98,18 +108,30 @@ class Consumer:
         while self._claimed:
             self._inflight.end(self._claimed.popleft(), RELEASED_BY_DRAIN)
 
+    def say_goodbye(self) -> None:
+        """Take this worker's name from the queue; a server that does not answer now forgets it by itself."""
+        if self._link.is_failing or not self._has_group:
+            return
+        with contextlib.suppress(LinkDownError):
+            self._link.call("leave", self._broker.leave)
+
     def _turn(self) -> bool:
         """Take what may be taken, or wait; whether a burst is over."""
         if not self._has_group:
             self._link.call("ensure_group", self._broker.ensure_group)
             self._has_group = True
+        self._reclaim()
         serving = self._engines.serving
         if self._claimed and serving:
             self._start_claimed()
         elif not serving or not (room := self._room()):
             self.wait_for_room(WAIT_S)
         elif not self._claim(room):
-            if not self._settings.burst:
+            if self._broker.is_paused:
+                self.wait_for_room(WAIT_S)
+            elif self._has_suspect:
+                self.wait_for_room(WINDOW_WAIT_S)  # the doorbell would not tell of the window's end
+            elif not self._settings.burst:
                 self._wait_for_entry()
             elif self._inflight.num_held:
                 self.wait_for_room(WAIT_S)
@@ -127,26 +149,45 @@ class Consumer:
             free = self._free_slots()
         return free if free > 0 else max(0, free + ahead)  # a job of several choices may have taken more than that
 
+    @property
+    def _has_suspect(self) -> bool:
+        return any(attempt.is_suspect for attempt in self._inflight.held())
+
     def _free_slots(self) -> int:
         return self._engines.num_slots - self._inflight.num_open
 
     def _claim(self, free: int) -> bool:
-        """Claim up to `free` jobs: of dead workers when it is time to look, and the queue's next. Whether there were any."""
-        if time.monotonic() >= self._reclaim_at:
-            skip = [attempt.delivery.entry_id for attempt in self._inflight.held()]
-            self._hold(self._link.call("reclaim", lambda: self._broker.reclaim(free, skip)))
-            self._reclaim_at = time.monotonic() + self._settings.reclaim_s * random.uniform(0.8, 1.0)
-        self._hold(self._link.call("fetch", lambda: self._broker.fetch(free - len(self._claimed))))
-        return bool(self._claimed)
-
-    def _hold(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
+        """Claim up to `free` jobs, of suspects one at a time. Whether there were any."""
+        aging, was_paused = self._settings.engine.aging, self._broker.is_paused
+        may = not self._has_suspect
+        for delivery in self._link.call("fetch", lambda: self._broker.fetch(free, aging=aging, may_take_suspect=may)):
             self._metrics.jobs_claimed.labels(delivery.source).inc()
+            if delivery.source == "reclaimed":
+                about = {"tokens": delivery.num_logged, "crashes": delivery.num_crashes}
+                _log.info("job_taken_over", job=delivery.job_id, attempt=delivery.attempt, **about)
             attempt = Attempt(delivery, num_logged=delivery.num_logged)
             if delivery.attempt == 1:
                 self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
             self._inflight.add(attempt)
             self._claimed.append(attempt)
+        if self._broker.is_paused != was_paused:
+            _log.info("queue_resumed" if was_paused else "queue_paused", queue=self._settings.queue)
+        return bool(self._claimed)
+
+    def _reclaim(self) -> None:
+        """When it is time to look: let the jobs of dead workers wait for whoever is free."""
+        if time.monotonic() < self._reclaim_at:
+            return
+        in_hand = [attempt.delivery for attempt in self._inflight.held()]
+        next_at = time.monotonic() + self._settings.reclaim_s * random.uniform(0.8, 1.0)
+        try:
+            if num_found := self._link.call("reclaim", lambda: self._broker.reclaim(in_hand)):
+                _log.warning("jobs_reclaimed", jobs=num_found)
+        except LinkDownError as error:
+            if isinstance(error.__cause__, ResponseError):
+                self._reclaim_at = next_at  # it answers, but one job's key is none of ours: the others must be claimed
+            raise
+        self._reclaim_at = next_at
 
     def _start_claimed(self) -> None:
         """Start what is claimed, in order, each where most is free. It stays in line while the server does not answer."""
@@ -174,8 +215,8 @@ class Consumer:
         if not self._is_under(attempt, job.id):
             return None
         attempt.job = job
-        if attempt.delivery.counted_attempts > job.max_attempts and not attempt.asked:
-            return _dead_letter(attempt)
+        if not attempt.asked and (given_up := dead_letter(attempt)):
+            return given_up
         self._check_model(job)
         attempt.prompt_token_ids = tuple(serving.tokenizer.encode_prompt(job, serving.ready.max_model_len))
         check_fit(job, len(attempt.prompt_token_ids), serving.ready.max_slots)
@@ -188,6 +229,7 @@ class Consumer:
             tenant=self._tenants.number(job.tenant),
             weight=self._tenants.weight(job.tenant),
             cache_salt=self._tenants.cache_salt(job.tenant),
+            isolated_steps=ISOLATED_STEPS if attempt.is_alone else 0,
         )
         return self._hand_over(attempt, requests, serving) if requests else completed(attempt)
 
@@ -195,6 +237,8 @@ class Consumer:
         attempt.engine = serving.engine
         if not self._inflight.enter(attempt, *requests):
             return attempt.asked
+        if asked := log.private(prompt=_prompt_of(attempt)):
+            _log.info("job_started", job=attempt.delivery.job_id, **asked)
         self._metrics.prompt_tokens.inc(len(attempt.prompt_token_ids))
         self._metrics.resumed_tokens.inc(attempt.delivery.num_logged)
         return None if self._engines.has(serving) else MISSED_BY_ENGINE
@@ -226,7 +270,7 @@ class Consumer:
         """The frames of earlier attempts."""
         if not attempt.delivery.num_logged:
             return []
-        return self._link.call("read_log", lambda: self._broker.read_log(attempt.delivery.job_id))
+        return self._link.call("read_log", lambda: self._broker.log_of(attempt.delivery))
 
     def _refused(self, attempt: Attempt, refusal: InvalidJob) -> Ending | None:
         if not self._is_under(attempt, refusal.job_id):
@@ -236,7 +280,8 @@ class Consumer:
     def _wait_for_entry(self) -> None:
         if self._free_slots() <= 0:
             return  # only with a free slot: what the doorbell tells must be taken at once
-        wait_s = min(WAIT_S, self._until_deadline_s(), max(0.05, self._reclaim_at - time.monotonic()))
+        due_s = WAIT_S if self._broker.next_due_s is None else max(0.01, self._broker.next_due_s)
+        wait_s = min(WAIT_S, self._until_deadline_s(), due_s, max(0.05, self._reclaim_at - time.monotonic()))
         self._link.call("wait", lambda: self._broker.wait_for_entry(wait_s))
 
     def _expire(self) -> None:
@@ -260,8 +305,6 @@ def is_past_deadline(attempt: Attempt, now: float) -> bool:
     return attempt.job is not None and attempt.job.deadline_ms is not None and attempt.job.deadline_ms <= now * 1000
 
 
-def _dead_letter(attempt: Attempt) -> Ending:
-    tried, limit = attempt.delivery.counted_attempts - 1, attempt.job.max_attempts if attempt.job else 0
-    return Ending(
-        "dead", "error", "dead_letter", f"max_attempts: {tried} attempts lost their worker or engine: at most {limit}"
-    )
+def _prompt_of(attempt: Attempt) -> str:
+    job = attempt.job
+    return str(job and (job.prompt or job.messages or job.prompt_token_ids))

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.live import Live
 
 from worker import demo_view as view
-from worker.broker import connect
-from worker.client import Client, unavailable
+from worker.client import Client
 from worker.command import CANCELLED, FAILED, OK
+from worker.connection import connect, unavailable
 from worker.demo_view import Answer, Figures
 from worker.embedded import EmbeddedServer, die_with_parent, free_port
 from worker.errors import EngineUnavailable, SlotmillError
@@ -147,7 +147,7 @@ def _queue(redis_url: str | None) -> Iterator[tuple[str, str]]:
         with EmbeddedServer() as server:
             yield server.url, queue
         return
-    with connect(redis_url) as client:
+    with connect(redis_url, queue) as client:
         try:
             client.ping()  # before a model is loaded for nothing
         except redis.RedisError as error:

@@ -19,15 +19,21 @@ class Fleet:
     """The engines, numbered from 0; the consumer's `Destination`."""
 
     def __init__(
-        self, configs: Sequence[EngineConfig], command: Sequence[str], inflight: InFlight, metrics: Metrics, model: str
+        self,
+        configs: Sequence[EngineConfig],
+        command: Sequence[str],
+        inflight: InFlight,
+        metrics: Metrics,
+        model: str,
+        stall_s: float,
     ) -> None:
-        """One engine for each of `configs`; `command` starts one."""
+        """One engine for each of `configs`; `command` starts one, and one that stands still for `stall_s` is killed."""
         self._inflight = inflight
         self._readers = [
             Reader(inflight, metrics, model, inflight.changed.set, engine=number) for number in range(len(configs))
         ]
         self._supervisors = [
-            EngineSupervisor(config, command, reader, may_give_up=self._is_silent)
+            EngineSupervisor(config, command, reader, may_give_up=self._is_silent, stall_s=stall_s)
             for config, reader in zip(configs, self._readers, strict=True)
         ]
 

@@ -6,7 +6,7 @@ Keys are those of docs/protocol.md. Readers ignore keys they do not know, so tha
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from engine.messages import TokenLogprobs
 from worker import codec
@@ -20,6 +20,7 @@ MAX_RESULT_CONTAINERS = 1 << 23
 
 FinalState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 """How a job can end; what is not among them has not ended."""
+FINAL_STATES: Final = get_args(FinalState)
 
 T = TypeVar("T")
 

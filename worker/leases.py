@@ -6,32 +6,32 @@ Relies on `InFlight` for what is held and on the broker for the scripts. Leaves 
 2. A worker whose engine stands still lets its leases run out, so that its jobs go on elsewhere.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from worker import log
 from worker.attempt import CANCELLED
+from worker.background import Background
 from worker.broker import Broker
 from worker.inflight import InFlight
 from worker.keys import HEARTBEAT_S
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
+from worker.partitions import Partitions
 from worker.settings import Settings
 
-STOP_S = 1.0
-STALL_S = 60.0
-"""An engine that holds work and reports no step for this long is taken for stuck."""
+CLEAN_BEATS = 3
+"""Heartbeats between two looks for consumers of workers that are gone."""
 
 _log = log.get("leases")
 
 
-class Leases:
+class Leases(Background):
     """The lease thread."""
 
     def __init__(
         self,
-        broker: Broker,
+        broker: Broker | Partitions,
         link: Link,
         inflight: InFlight,
         *,
@@ -41,6 +41,7 @@ class Leases:
         about: Callable[[], Mapping[str, str | int | float]],
     ) -> None:
         """`about` is what the heartbeat says of the worker."""
+        super().__init__("leases")
         self._broker = broker
         self._link = link
         self._inflight = inflight
@@ -48,19 +49,8 @@ class Leases:
         self._settings = settings
         self._stalled_for_s = stalled_for_s
         self._about = about
-        self._leave = threading.Event()
         self._renewed_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, without waiting for a server that does not answer."""
-        self._leave.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_S)
+        self._num_beats = 0
 
     def is_current(self) -> bool:
         """Whether no lease of ours can have run out."""
@@ -91,7 +81,7 @@ class Leases:
 
     def renew(self) -> None:
         """Extend all leases, drop what others have taken, end what was cancelled."""
-        if self._stalled_for_s() > STALL_S:
+        if self._stalled_for_s() > self._settings.stall_s:
             _log.error("engine_stalled", renews="no", seconds=round(self._stalled_for_s()))
             return
         held, started = self._inflight.held(), time.monotonic()
@@ -110,8 +100,14 @@ class Leases:
                 self._inflight.ask(attempt, CANCELLED)
 
     def beat(self) -> None:
-        """Say that we live, and read how full the queue is."""
+        """Say that we live, read how full the queue is, and now and then sweep up behind workers that are gone."""
         self._link.call("heartbeat", lambda: self._broker.heartbeat(self._about()))
+        if self._num_beats % CLEAN_BEATS == 0:
+            self._link.call("clean_up", self._broker.clean_up)
+        self._num_beats += 1
+        delayed, dead = self._link.call("queue_counts", self._broker.num_delayed_and_dead)
+        self._metrics.queue_delayed.set(delayed)
+        self._metrics.dead_entries.set(dead)
         counts = self._link.call("queue_counts", self._broker.queue_counts)
         for priority, lane in counts.items():
             self._metrics.queue_entries.labels(priority).set(lane.entries)

@@ -1,40 +1,64 @@
 """Logs: events with fields on stderr, JSON when stderr is not a terminal.
 
-An attempt leaves one line when it leaves the worker (ended, released or fenced) and one more when something went wrong in it,
-none with prompt text. Relies on structlog; leaves what is worth a line to the callers.
+An attempt leaves one line when it leaves the worker (ended, released or fenced) and one more when something went wrong in it.
+No line has text of a prompt or an answer, unless that is asked for: the message of an exception may quote what it was about,
+so tracebacks come without messages. Relies on structlog; leaves what is worth a line to the callers.
 """
 
 import logging
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 import structlog
 
+SHOWN_CHARS = 1000
+
 Logger = structlog.typing.FilteringBoundLogger
 
+_shows_prompts = False
 
-def configure(*, verbose: bool = False) -> None:
-    """Set up logging for this process; `verbose` shows debug lines, tracebacks among them."""
-    renderer: Any = structlog.processors.JSONRenderer()
-    if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+
+def configure(*, verbose: bool = False, prompts: bool = False) -> None:
+    """Set up logging for this process; `verbose` shows debug lines, `prompts` what jobs ask and are answered."""
+    global _shows_prompts  # noqa: PLW0603  as structlog's own configuration
+    _shows_prompts = prompts
+    renderer: Any = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _where_it_failed,
         _what_happened_first,
         renderer,
     ]
-    if not sys.stderr.isatty():
-        processors.insert(3, structlog.processors.format_exc_info)
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # whatever that is by then
         cache_logger_on_first_use=False,
     )
+
+
+def private(**texts: str) -> dict[str, str]:
+    """Fields of a line that may hold what a job asks or is answered: the beginning of each, or nothing."""
+    return {name: text[:SHOWN_CHARS] for name, text in texts.items()} if _shows_prompts else {}
+
+
+def _where_it_failed(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """The traceback of an exception, or of the one that is being handled, as text."""
+    if not entry.pop("exc_info", None):
+        return entry
+    lines: list[str] = []
+    error = sys.exc_info()[1]
+    while error is not None:
+        shown = f": {error}" if _shows_prompts else ""
+        lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__qualname__}{shown}\n", *lines]
+        error = error.__cause__ or error.__context__
+    entry["exception"] = "".join(lines).rstrip()
+    return entry
 
 
 def _what_happened_first(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:

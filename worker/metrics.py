@@ -35,6 +35,9 @@ SCRIPTS = (
     "emit",
     "finish",
     "release",
+    "retry",
+    "acquit",
+    "clean_up",
     "heartbeat",
     "queue_counts",
     "ensure_group",
@@ -287,13 +290,15 @@ class Metrics:
         self.queue_oldest_age_seconds = self._gauge(
             "queue_oldest_age_seconds", "Age of a lane's oldest entry that nobody has taken", priority=LANES
         )
+        self.queue_delayed = self._gauge("queue_delayed", "Jobs that are not due yet")
+        self.dead_entries = self._gauge("dead_entries", "Jobs set aside for people")
         claims = ("new", "released", "reclaimed")
         self.jobs_claimed = self._counter("jobs_claimed_total", "Jobs taken, by where they came from", source=claims)
-        fences = ("renew", "emit", "finish", "unwritable")
+        fences = ("renew", "emit", "finish", "retry", "unwritable")
         self.jobs_fenced = self._counter(
             "jobs_fenced_total", "Jobs dropped: another worker has them, or a fault of ours", reason=fences
         )
-        self.jobs_released = self._counter("jobs_released_total", "Jobs given back", reason=("drain", "engine"))
+        self.jobs_released = self._counter("jobs_released_total", "Jobs given back", reason=("drain", "engine", "fault"))
         self.jobs_dead = self._counter(
             "jobs_dead_total", "Jobs set aside for people", reason=("dead_letter", "unknown_version")
         )

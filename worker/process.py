@@ -17,23 +17,26 @@ import socket
 import time
 from collections.abc import Mapping
 from functools import partial
+from typing import Protocol
 
 from engine.messages import Abort
 from engine.request import Request
 from worker import log
 from worker.attempt import RELEASED_BY_DRAIN
-from worker.broker import Broker, connect
+from worker.broker import Broker
+from worker.connection import connect, hide_password
 from worker.consumer import Consumer
 from worker.control import Control
 from worker.errors import EngineUnavailable
 from worker.fleet import Fleet
 from worker.health import HealthServer, Probes
 from worker.inflight import InFlight
-from worker.leases import STALL_S, Leases
+from worker.leases import Leases
 from worker.link import Link
 from worker.metrics import Metrics, Watched
+from worker.partitions import Partitions
 from worker.publisher import Publisher
-from worker.settings import Settings, hide_password
+from worker.settings import Settings
 
 MAX_SILENCE_S = 10.0
 """A worker that no script has run for this long is not ready."""
@@ -43,6 +46,11 @@ RELEASE_S = 3.0
 """How long a leaving worker tries to give back what is left."""
 
 _log = log.get("process")
+
+
+class _Part(Protocol):
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class WorkerProcess:
@@ -57,10 +65,15 @@ class WorkerProcess:
         self._brokers: list[Broker] = []
         self._inflight = InFlight(self.metrics, *(partial(self._send, engine) for engine in range(len(settings.engines))))
         self._fleet = Fleet(
-            settings.engines, settings.engine_command, self._inflight, metrics=self.metrics, model=settings.model_name
+            settings.engines,
+            settings.engine_command,
+            self._inflight,
+            metrics=self.metrics,
+            model=settings.model_name,
+            stall_s=settings.stall_s,
         )
         self._leases = Leases(
-            *self._connection("leases"),
+            *self._road("leases"),
             self._inflight,
             metrics=self.metrics,
             settings=settings,
@@ -68,20 +81,16 @@ class WorkerProcess:
             about=self._about,
         )
         self._publisher = Publisher(
-            *self._connection("publisher"),
+            *self._road("publisher"),
             self._inflight,
             metrics=self.metrics,
             model=settings.model_name,
             may_write=self._leases.is_current,
         )
         self._consumer = Consumer(
-            *self._connection("consumer"),
-            self._inflight,
-            engines=self._fleet,
-            metrics=self.metrics,
-            settings=settings,
+            *self._road("consumer"), self._inflight, engines=self._fleet, metrics=self.metrics, settings=settings
         )
-        self._control = Control(*self._connection("control"), self._inflight)
+        self._controls = [Control(self._broker(queue), self._link("control"), self._inflight) for queue in settings.queues]
         self._health = HealthServer(
             settings.metrics_host,
             settings.metrics_port,
@@ -94,7 +103,8 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         self._announce()
         try:
-            for part in (self._health, self._fleet, self._leases, self._publisher, self._control):
+            parts: tuple[_Part, ...] = (self._health, self._fleet, self._leases, self._publisher, *self._controls)
+            for part in parts:
                 part.start()
             self._consumer.run(self._may_go_on)
             self._drain()
@@ -138,8 +148,10 @@ class WorkerProcess:
             _log.warning("left_to_their_leases", jobs=self._inflight.num_held)
 
     def _stop(self) -> None:
-        for part in (self._control, self._publisher, self._leases, self._fleet, self._health):
+        parts: tuple[_Part, ...] = (*self._controls, self._publisher, self._leases, self._fleet, self._health)
+        for part in parts:
             part.stop()
+        self._consumer.say_goodbye()
         for broker in self._brokers:
             broker.close()
 
@@ -153,14 +165,21 @@ class WorkerProcess:
         """Count only: a handler may run while this very thread holds a lock."""
         self._signals += 1
 
-    def _connection(self, name: str) -> tuple[Broker, Link]:
-        """A connection of its own for one thread."""
+    def _road(self, name: str) -> tuple[Broker | Partitions, Link]:
+        """A road of its own for one thread, to all partitions of the queue."""
+        brokers = [self._broker(queue) for queue in self._settings.queues]
+        return brokers[0] if len(brokers) == 1 else Partitions(brokers), self._link(name)
+
+    def _broker(self, queue: str) -> Broker:
         settings = self._settings
-        broker = Broker(connect(settings.redis_url), settings.queue, settings.worker_id, settings.lease_s)
-        link = Link(name, self.metrics, self._throttle)
+        broker = Broker(connect(settings.redis_url, queue), queue, settings.worker_id, settings.lease_s)
         self._brokers.append(broker)
+        return broker
+
+    def _link(self, name: str) -> Link:
+        link = Link(name, self.metrics, self._throttle)
         self._links.append(link)
-        return broker, link
+        return link
 
     def _about(self) -> Mapping[str, str | int | float]:
         return {
@@ -178,7 +197,7 @@ class WorkerProcess:
             return "draining"
         if not self._fleet.serving:
             return "loading"
-        return "stalled" if self._fleet.stalled_for_s() > STALL_S else "serving"
+        return "stalled" if self._fleet.stalled_for_s() > self._settings.stall_s else "serving"
 
     def _is_connected(self) -> bool:
         return any(link.last_ok for link in self._links) and not any(link.is_failing for link in self._links)
@@ -186,7 +205,7 @@ class WorkerProcess:
     def _not_live(self) -> str:
         if (silent_s := time.monotonic() - self._consumer.turned_at) > MAX_TURN_S:
             return f"the main loop has not come around for {silent_s:.0f} s"
-        if (stalled_s := self._fleet.stalled_for_s()) > STALL_S:
+        if (stalled_s := self._fleet.stalled_for_s()) > self._settings.stall_s:
             return f"the engine holds work and has made no step for {stalled_s:.0f} s"
         return ""
 

@@ -9,35 +9,45 @@ The engine never waits for any of this: tokens are kept in the attempt until the
 4. Nothing is written while our leases may have run out.
 """
 
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from worker import log
 from worker.attempt import CANCELLED, Attempt, Ending
-from worker.broker import Broker, Emission, EmitReply, Finish
+from worker.background import Background
+from worker.broker import Broker
+from worker.claims import Blame, Emission, EmitReply, Finish
 from worker.frames import ControlFrame, Frame, TokenFrame, encode_frame, encode_result
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
+from worker.partitions import Partitions
 from worker.wire import Job
 
 MAX_WAIT_S = 1.0
-STOP_S = 1.0
 
 T = TypeVar("T")
 
 _log = log.get("publisher")
 
 
-class Publisher:
+class Publisher(Background):
     """The publishing thread."""
 
     def __init__(
-        self, broker: Broker, link: Link, inflight: InFlight, *, metrics: Metrics, model: str, may_write: Callable[[], bool]
+        self,
+        broker: Broker | Partitions,
+        link: Link,
+        inflight: InFlight,
+        *,
+        metrics: Metrics,
+        model: str,
+        may_write: Callable[[], bool],
     ) -> None:
         """`may_write` is false while the leases may have run out (self-fencing)."""
+        super().__init__("publisher")
         self._broker = broker
         self._link = link
         self._inflight = inflight
@@ -45,19 +55,9 @@ class Publisher:
         self._model = model
         self._may_write = may_write
         self._open: set[Attempt] = set()
-        self._leave = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after the flush it is in, without waiting for a server that does not answer."""
-        self._leave.set()
+    def _wake(self) -> None:
         self._inflight.wake()
-        if self._thread.is_alive():
-            self._thread.join(STOP_S)
 
     @property
     def num_buffered_tokens(self) -> int:
@@ -91,6 +91,7 @@ class Publisher:
             time.sleep(0.05)  # renewals run again or tell us what we have lost
             return 0.0
         with self._metrics.publish_flush_duration_seconds.time():
+            self._acquit([attempt for attempt in ready if attempt.owes_acquittal and not attempt.ending])
             self._emit(ready)
             self._close([attempt for attempt in ready if attempt.ending and not self._has_frame(attempt)])
         return 0.0
@@ -140,24 +141,50 @@ class Publisher:
         if reply.status == "cancel":
             self._inflight.end(attempt, CANCELLED)
 
+    def _acquit(self, attempts: list[Attempt]) -> None:
+        """Tell the server of suspects that have run alone for long enough; the next may come then."""
+        if attempts:
+            self._link.call("acquit", lambda: self._broker.acquit([attempt.delivery for attempt in attempts]))
+            for attempt in attempts:
+                attempt.is_acquitted = True
+            self._inflight.changed.set()
+
     def _close(self, attempts: list[Attempt]) -> None:
         """Write the end of attempts whose every token is in the log."""
-        released = [attempt for attempt in attempts if attempt.ending and attempt.ending.state == "released"]
-        finishes = [(attempt, self._built(attempt, self._finish)) for attempt in attempts if attempt not in released]
+        groups: defaultdict[tuple[str, Blame], list[tuple[Attempt, Ending]]] = defaultdict(list)
+        for attempt in attempts:
+            if ending := attempt.ending:
+                groups["final" if ending.is_final else ending.state, ending.blame].append((attempt, ending))
+        for (kind, blame), group in groups.items():
+            if kind == "released":
+                self._release(group, blame)
+            elif kind == "delayed":
+                self._retry(group)
+            else:
+                self._end(group)
+
+    def _end(self, group: list[tuple[Attempt, Ending]]) -> None:
+        finishes = [(attempt, self._built(attempt, self._finish)) for attempt, _ in group]
         ended = [(attempt, finish) for attempt, finish in finishes if finish]
         if ended:
             statuses = self._link.call("finish", lambda: self._broker.finish([finish for _, finish in ended]))
             for (attempt, _), status in zip(ended, statuses, strict=True):
                 self._note_finished(attempt, status)
-        for counted in (False, True):
-            self._release([attempt for attempt in released if attempt.ending and attempt.ending.is_counted == counted], counted)
 
-    def _release(self, attempts: list[Attempt], counted: bool) -> None:
-        if attempts:
-            deliveries = [attempt.delivery for attempt in attempts]
-            self._link.call("release", lambda: self._broker.release(deliveries, counted=counted))
-            for attempt in attempts:
-                self._note_released(attempt)
+    def _release(self, group: list[tuple[Attempt, Ending]], blame: Blame) -> None:
+        deliveries = [attempt.delivery for attempt, _ in group]
+        self._link.call("release", lambda: self._broker.release(deliveries, blame))
+        for attempt, ending in group:
+            self._note_released(attempt, ending)
+
+    def _retry(self, group: list[tuple[Attempt, Ending]]) -> None:
+        retries = [(attempt.delivery, ending.delay_s) for attempt, ending in group]
+        statuses = self._link.call("retry", lambda: self._broker.retry(retries))
+        for (attempt, ending), status in zip(group, statuses, strict=True):
+            if status == "fenced":
+                self._inflight.drop(attempt, "retry")
+            else:
+                self._note_released(attempt, ending)
 
     def _built(self, attempt: Attempt, build: Callable[[Attempt], T]) -> T | None:
         """What `build` makes of it; an attempt that cannot be written is left to its lease and the limit of attempts."""
@@ -172,6 +199,7 @@ class Publisher:
         ending = attempt.ending
         assert ending is not None
         assert ending.state != "released"
+        assert ending.state != "delayed"
         result = attempt.result(ending, self._broker.worker_id, self._model)
         job = attempt.job or Job()  # a body that could not be read asked for nothing
         end = ControlFrame(attempt.delivery.attempt, "end", ending.state, ending.code or None, result.usage)
@@ -198,15 +226,18 @@ class Publisher:
             self._metrics.job_ended(attempt, attempt.ending)
             self._log_end(attempt, attempt.ending)
 
-    def _note_released(self, attempt: Attempt) -> None:
-        assert attempt.ending is not None
-        if self._inflight.done(attempt):
-            self._metrics.jobs_released.labels(attempt.ending.why).inc()
-            self._metrics.wasted_tokens.labels("aborted").inc(attempt.num_in_vain)
-            _log.info("job_released", job=attempt.delivery.job_id, why=attempt.ending.why, tokens=attempt.num_logged)
+    def _note_released(self, attempt: Attempt, ending: Ending) -> None:
+        if not self._inflight.done(attempt):
+            return
+        self._metrics.jobs_released.labels(ending.why).inc()
+        self._metrics.wasted_tokens.labels("aborted").inc(attempt.num_in_vain)
+        note: dict[str, object] = {"error": ending.error, "pause_s": round(ending.delay_s, 1)} if ending.error else {}
+        _log.info(
+            "job_released", job=attempt.delivery.job_id, why=ending.why, blame=ending.blame, tokens=attempt.num_logged, **note
+        )
 
     def _log_end(self, attempt: Attempt, ending: Ending) -> None:
-        write = _log.info if ending.state == "succeeded" else _log.warning
+        write = _log.info if ending.state in ("succeeded", "cancelled") else _log.warning
         note = {"error": ending.error} if ending.error else {}
         write(
             "job_ended",
@@ -215,17 +246,18 @@ class Publisher:
             reason=ending.finish_reason,
             tokens=attempt.num_tokens,
             **note,
+            **log.private(**{f"text_{choice}": output.text for choice, output in enumerate(attempt.outputs)}),
         )
 
 
 def _never_ran(attempt: Attempt) -> bool:
     """Whether it is given back before its start was told: there is nothing to tell."""
-    return not attempt.is_announced and attempt.ending is not None and attempt.ending.state == "released"
+    return not attempt.is_announced and attempt.ending is not None and not attempt.ending.is_final
 
 
 def _emission(attempt: Attempt, previous_n: int, n: int, frame: Frame) -> Emission:
-    delivery = attempt.delivery
-    return Emission(delivery.job_id, delivery.lease, delivery.attempt, previous_n, n, encode_frame(frame), attempt.is_streamed)
+    job, packed = attempt.delivery, encode_frame(frame)
+    return Emission(job.job_id, job.lease, job.attempt, previous_n, n, packed, attempt.is_streamed, job.queue)
 
 
 def _token_frame(attempt: Attempt, choice: int, start: int, stop: int) -> TokenFrame:

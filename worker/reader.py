@@ -14,12 +14,13 @@ from engine.errors import one_line
 from engine.messages import EngineReady, RequestRejected, StepReport, TokenEvent
 from engine.request import FinishReason
 from worker import log
-from worker.attempt import LOST_WITH_ENGINE, Attempt, Ending, completed, internal_error
+from worker.attempt import Attempt, Ending, completed, internal_error
 from worker.errors import EngineUnavailable
 from worker.inflight import InFlight
 from worker.keys import LANES
 from worker.metrics import Metrics
 from worker.text import Tokenizer
+from worker.verdict import after_crash, after_fault
 
 _log = log.get("reader")
 
@@ -66,6 +67,7 @@ class Reader:
         self.serving: Serving | None = None
         """None while there is no engine to send requests to."""
         self._last_report = 0.0
+        self._is_loading = False
 
     @property
     def num_slots(self) -> int:
@@ -77,13 +79,14 @@ class Reader:
         return self.serving is serving
 
     def stalled_for_s(self) -> float:
-        """Seconds without a step while the engine had work; 0 when it has none."""
-        if not self._inflight.inside(self._engine) or not self.serving:
+        """Seconds without a step while the engine had work; 0 when it has none, or says that it is busy with something else."""
+        if self._is_loading or not self._inflight.inside(self._engine) or not self.serving:
             return 0.0
         return max(0.0, time.monotonic() - max(self._last_report, self._inflight.busy_since[self._engine]))
 
     def on_loading(self, phase: str) -> None:
         """See `bridge.Handler`."""
+        self._is_loading = True
         _log.info("engine_loading", engine=self._engine, phase=phase)
 
     def on_ready(self, ready: EngineReady) -> None:
@@ -105,15 +108,16 @@ class Reader:
             load_s=round(ready.load_s, 1),
         )
         _log.info("engine_memory", table=ready.memory_table)
+        self._is_loading = False
         self.serving = serving
         self._on_change()
 
     def on_down(self) -> None:
-        """See `bridge.Handler`. What was inside is given back with an attempt spent: any of it may have killed the engine."""
+        """See `bridge.Handler`. What was inside is given back: any of it may have killed the engine."""
         self.serving = None  # before the look inside: the consumer checks it after it has put a job there
         self._metrics.engine_down(self._engine)
-        for attempt in self._inflight.inside(self._engine):
-            self._inflight.end(attempt, LOST_WITH_ENGINE, inside=False)
+        for attempt, ending in after_crash(self._inflight.inside(self._engine)):
+            self._inflight.end(attempt, ending, inside=False)
 
     def on_rejected(self, rejection: RequestRejected) -> None:
         """See `bridge.Handler`."""
@@ -121,9 +125,15 @@ class Reader:
             error = f"{rejection.field}: {rejection.value}: {rejection.limit}; {rejection.remedy}"
             self._inflight.end(attempt, Ending("failed", "error", "invalid", error))
 
+    def on_alone(self, request_id: str) -> None:
+        """See `bridge.Handler`."""
+        if attempt := self._inflight.get(request_id):
+            attempt.has_begun_alone = True
+
     def on_report(self, report: StepReport) -> None:
         """See `bridge.Handler`."""
         self._last_report = time.monotonic()
+        self._is_loading = False
         touched = []
         for event in report.events:
             if attempt := self._inflight.get(event.request_id):
@@ -133,6 +143,10 @@ class Reader:
                 self._late_tokens.inc(len(event.token_ids))
         for rejection in report.rejected:
             self.on_rejected(rejection)
+        for request_id in report.cleared:
+            if attempt := self._inflight.get(request_id):
+                attempt.is_alone = False
+                touched.append(attempt)
         self._inflight.touch(touched)
         if report.stats.num_leaked_blocks:
             _log.error("kv_blocks_leaked", blocks=report.stats.num_leaked_blocks)
@@ -148,6 +162,9 @@ class Reader:
 
     def _take(self, attempt: Attempt, event: TokenEvent) -> None:
         attempt.num_cached_tokens = max(attempt.num_cached_tokens, event.num_cached_tokens)
+        if event.may_retry:
+            self._inflight.end(attempt, after_fault(attempt, f"engine: {event.detail or 'error'}"))
+            return
         if event.prompt_logprobs is not None:
             attempt.prompt_logprobs = event.prompt_logprobs
         if event.choice == len(attempt.outputs):  # the request that computes the prompt alone

@@ -74,7 +74,9 @@ class _Logged:
             self.reasons[choice] = frame.finish_reason if frame.finish_reason in _ENDS else None
 
 
-def requests_for(attempt: Attempt, job: Job, *, tenant: int = 0, weight: float = 1.0, cache_salt: bytes = b"") -> list[Request]:
+def requests_for(
+    attempt: Attempt, job: Job, *, tenant: int = 0, weight: float = 1.0, cache_salt: bytes = b"", isolated_steps: int = 0
+) -> list[Request]:
     """What to send for an attempt whose outputs stand where its log ends; nothing when its choices have all ended.
 
     Notes in the attempt whether the prompt is computed by a request of its own.
@@ -87,6 +89,7 @@ def requests_for(attempt: Attempt, job: Job, *, tenant: int = 0, weight: float =
         tenant=tenant,
         weight=weight,
         cache_salt=cache_salt,
+        isolated_steps=isolated_steps,
     )
     if not attempt.num_tokens:
         return [whole]

@@ -5,7 +5,6 @@ who open it. `Settings` refuses values that cannot work, so that nothing behind 
 """
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig, usable_cores
 from worker.errors import InvalidOption
-from worker.keys import Keys
+from worker.keys import Keys, names_of
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "engine.serve")
 """Starts the engine process; `--fd N` is added to it."""
@@ -25,9 +24,6 @@ DEFAULT_QUEUE = "default"
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 DEFAULT_METRICS_PORT = 9400
 DEVICES = Path("/dev")
-
-_IN_AUTHORITY = re.compile(r"(//[^/@:]*:).*@")
-_IN_QUERY = re.compile(r"([?&]password=)[^&]*")
 
 
 def default_worker_id() -> str:
@@ -45,6 +41,8 @@ class Settings:
     """Devices of the engines behind this worker, one each."""
     redis_url: str = DEFAULT_REDIS_URL
     queue: str = DEFAULT_QUEUE
+    partitions: int = 1
+    """Queues that the queue is split into, for one that outgrows a server; producers must be told the same number."""
     served_name: str | None = None
     """The name a job's `model` must equal when it gives one. Default: the engine's `model`."""
     worker_id: str = field(default_factory=default_worker_id)
@@ -57,6 +55,9 @@ class Settings:
     """Leave when the queue is empty and nothing is in flight."""
     lease_s: float = 30.0
     """How long a job stays ours without a renewal. Shorter moves a dead worker's jobs sooner; too short loses leases."""
+    stall_s: float = 60.0
+    """An engine that has work and makes no step for this long is killed and started again. More where one step of a long prompt
+    takes that long."""
     drain_s: float = 25.0
     """How long a leaving worker goes on with what it has. Keep it below the grace period of the init system."""
     metrics_host: str = "127.0.0.1"
@@ -71,13 +72,16 @@ class Settings:
             raise InvalidOption(f"--lease-s: {self.lease_s:g} is outside 0.5..3600 seconds; use 30")
         if not 0 <= self.drain_s <= 3600:
             raise InvalidOption(f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25")
+        if not 1 <= self.stall_s <= 86400:
+            raise InvalidOption(f"--stall-s: {self.stall_s:g} is outside 1..86400 seconds; use 60")
         if not 0 <= self.metrics_port <= 65535:
             raise InvalidOption(f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one")
         for name, weight in self.tenant_weights.items():
             if not 1 <= len(name) <= 128 or not 0.001 <= weight <= 1000:
                 limits = "not a name of 1 to 128 characters with a weight of 0.001 to 1000"
                 raise InvalidOption(f"--tenant-weight: {name[:64]}={weight:g} is {limits}; write acme=2")
-        Keys(self.queue)  # refuses a name that cannot stand in a key
+        for name in self.queues:
+            Keys(name)  # refuses a name that cannot stand in a key
 
     @cached_property
     def engines(self) -> tuple[EngineConfig, ...]:
@@ -88,6 +92,11 @@ class Settings:
         if threads is None and on_cpu > 1:
             threads = max(1, usable_cores() // on_cpu)
         return tuple(replace(self.engine, device=device, num_threads=threads) for device in devices)
+
+    @cached_property
+    def queues(self) -> list[str]:
+        """The queue, or its partitions."""
+        return names_of(self.queue, self.partitions)
 
     @property
     def device_names(self) -> str:
@@ -120,8 +129,3 @@ def visible_gpus() -> int:
     if chosen is None or not files:
         return files
     return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-
-
-def hide_password(url: str) -> str:
-    """A server's URL fit for logs and messages."""
-    return _IN_QUERY.sub(r"\1***", _IN_AUTHORITY.sub(r"\1***@", url))

@@ -8,8 +8,9 @@ import time
 import pytest
 import redis
 
-from tests.support.server import BrokerMaker, end_of, make_old, pending
-from worker.broker import MAX_REPLY_BYTES, SCAN_LIMIT, Broker, EnqueueReply, LaneCounts, connect
+from tests.support.server import BrokerMaker, end_of, make_old, pending, take_over
+from worker.broker import MAX_REPLY_BYTES, SCAN_LIMIT, Broker, EnqueueReply, LaneCounts
+from worker.connection import connect
 from worker.embedded import EmbeddedServer, packaged_binary
 from worker.errors import InvalidOption
 from worker.keys import Keys
@@ -211,7 +212,7 @@ def test_a_shared_entry_id_names_the_same_jobs_again_when_others_take_over(
     redis_client.unlink(Keys(queue).job("5-5"))  # its result has expired
     for job in rest:
         make_old(redis_client, queue, job)
-    again = other.reclaim(3, skip=[])
+    again = take_over(other, 3)
     assert {job.job_id: (job.lane, job.attempt) for job in again} == {"5-5-normal": ("normal", 2), "5-5-low": ("low", 2)}
     other.finish([end_of(job) for job in again])
 
@@ -229,7 +230,7 @@ def test_bodies_that_name_jobs_of_a_shared_entry_id_are_a_job_each(
     assert also_moved is not None
     for job in (moved, also_moved):
         make_old(redis_client, queue, job)
-    assert {job.job_id: job.lane for job in other.reclaim(5, skip=[])} == {"A": "high", "B": "low"}
+    assert {job.job_id: job.lane for job in take_over(other, 5)} == {"A": "high", "B": "low"}
 
 
 def test_an_entry_is_not_taken_for_a_job_that_was_given_its_id(broker: Broker, redis_client: redis.Redis, normal: str) -> None:
@@ -298,7 +299,7 @@ def test_all_attempts_of_a_job_draw_the_same_seed_and_jobs_draw_different_ones(
         broker.enqueue(job_id, "normal", b"")
     first, second = broker.fetch(2)
     make_old(redis_client, queue, first)
-    [again] = other.reclaim(1, [])
+    [again] = take_over(other, 1)
     assert first.seed == again.seed != second.seed
     assert 0 <= first.seed < 2**60
 
@@ -368,7 +369,7 @@ def test_a_heartbeat_lives_for_three_beats(broker: Broker, redis_client: redis.R
     assert all(0 < redis_client.ttl(key) <= 15 for key in (Keys(queue).workers, Keys(queue).worker("me")))
 
 
-@pytest.mark.parametrize("name", ["", "released"])
+@pytest.mark.parametrize("name", ["", "released", "suspects"])
 def test_a_worker_cannot_take_the_name_that_holds_released_jobs(redis_client: redis.Redis, queue: str, name: str) -> None:
     with pytest.raises(InvalidOption, match="worker_id"):
         Broker(redis_client, queue, name)

@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 import redis
 
-from tests.support.server import end_of, frame_to_emit, make_old
-from worker.broker import Broker, Delivery, EmitReply
+from tests.support.server import end_of, frame_to_emit, make_old, take_over
+from worker.broker import Broker
+from worker.claims import Delivery, EmitReply
 from worker.frames import FinalState
 from worker.keys import RESULT_TTL_S, Keys
 
@@ -22,7 +23,7 @@ def job(broker: Broker) -> Delivery:
 def taken_over(job: Delivery, other: Broker, redis_client: redis.Redis, queue: str) -> Delivery:
     """The same job in the hands of another worker."""
     make_old(redis_client, queue, job)
-    return other.reclaim(1, [])[0]
+    return take_over(other, 1)[0]
 
 
 def entry_ids(client: redis.Redis, queue: str, job_id: str) -> list[bytes]:
@@ -74,7 +75,7 @@ def test_the_start_frame_of_a_later_attempt_is_logged_once_after_earlier_tokens(
 ) -> None:
     broker.emit([frame_to_emit(job, 0, 5, b"five")])
     make_old(redis_client, queue, job)
-    [again] = other.reclaim(1, [])
+    [again] = take_over(other, 1)
     start = frame_to_emit(again, 5, 5, b"start")
     assert other.emit([start, start, frame_to_emit(again, 5, 6, b"six")]) == [EmitReply("ok", n) for n in (5, 5, 6)]
     assert other.read_log("a") == [b"five", b"start", b"six"]
@@ -175,13 +176,15 @@ def test_nothing_is_logged_after_the_end(broker: Broker, job: Delivery) -> None:
 def test_a_dead_job_keeps_its_body_and_the_reason_for_people(
     broker: Broker, redis_client: redis.Redis, queue: str, field: str
 ) -> None:
-    redis_client.xadd(Keys(queue).lane("normal"), {"id": "poison", field: b"body"})
+    redis_client.xadd(Keys(queue).lane("low"), {"id": "poison", "v": "2", field: b"body"})
     broker.release(broker.fetch(1))
+    broker.release(broker.fetch(1), "batch")
     [job] = broker.fetch(1)
     broker.finish([end_of(job, "dead", code="dead_letter", error="why: so")])
     [(_, row)] = redis_client.xrange(Keys(queue).dead)
-    expected = {"id": "poison", "why": "dead_letter", "attempts": "1", "owner": "me", "error": "why: so", field: "body"}
-    assert {name.decode(): value.decode() for name, value in row.items()} == expected
+    reason = {"why": "dead_letter", "attempts": "1", "owner": "me", "error": "why: so"}
+    kept = {name.decode(): value.decode() for name, value in row.items()}
+    assert kept == {"id": "poison", "lane": "low", "v": "2", field: "body"} | reason
 
 
 @pytest.mark.parametrize("is_raw", [False, True], ids=["enqueued", "added raw"])

@@ -14,10 +14,13 @@ from tests.support.server import (
     frame_to_emit,
     leaked_keys,
     make_old,
+    take_over,
     wait_written,
 )
 from tests.support.wait import wait_until
-from worker.broker import Broker, EmitReply, connect
+from worker.broker import Broker
+from worker.claims import EmitReply
+from worker.connection import connect
 from worker.embedded import EmbeddedServer
 from worker.errors import ServerUnavailable
 from worker.keys import Keys
@@ -84,7 +87,7 @@ def test_after_a_flush_of_everything_the_group_is_made_anew_and_work_goes_on(
     assert broker.fetch(1) == []
     assert (broker.renew([job]).lost, broker.finish([end_of(job)])) == ({"a"}, ["fenced"])
     assert broker.emit([frame_to_emit(job, 0, 1)])[0].status == "fenced"
-    assert broker.reclaim(1, []) == []
+    assert take_over(broker, 1) == []
     broker.enqueue("b", "normal", b"")
     assert [delivery.job_id for delivery in broker.fetch(1)] == ["b"]
 
@@ -98,7 +101,7 @@ def test_a_lane_that_loses_its_group_does_not_lose_the_claims_of_another(
     [job] = broker.fetch(1)
     make_old(fragile_client, "q", job)
     fragile_client.unlink(Keys("q").lane("low"))
-    [again] = broker.reclaim(2, [])
+    [again] = take_over(broker, 2)
     assert (job.attempt, again.attempt) == (1, 2)
 
 
@@ -132,9 +135,33 @@ def test_a_killed_server_comes_back_with_the_queue_and_the_scripts_are_sent_agai
         assert broker.result("a") == b"result"
 
 
+def test_jobs_of_a_fetch_whose_reply_was_lost_come_with_the_next_one_and_are_not_charged(
+    broker: Broker, other: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, run = broker.fetch(9), broker._scripts.run
+    for lane in ("high", "normal", "low"):
+        broker.enqueue(lane, lane, b"")
+    other.fetch(1)
+
+    def loses_the_reply(*args: object) -> None:
+        run(*args)  # type: ignore[arg-type]
+        raise redis.exceptions.TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._scripts, "run", loses_the_reply)
+        with pytest.raises(redis.exceptions.TimeoutError):
+            broker.fetch(9)
+    jobs = broker.fetch(9)
+    assert [(job.job_id, job.attempt, job.counted_attempts, job.is_suspect) for job in jobs] == [
+        ("normal", 2, 1, False),
+        ("low", 2, 1, False),
+    ]
+    assert (kept, broker.fetch(9), broker.renew(jobs).lost) == ([], [], set())
+
+
 def test_a_server_that_is_too_old_is_refused_by_name(make_broker: BrokerMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = make_broker()
-    monkeypatch.setattr(broker._client, "execute_command", lambda *args: {})
+    monkeypatch.setattr(broker._client, "execute_command", lambda *args: [None])
     with pytest.raises(ServerUnavailable, match=r"Redis >= 7\.0 or Valkey >= 7\.2"):
         broker.ensure_group()
 

@@ -3,8 +3,9 @@
 import pytest
 import redis
 
-from tests.support.server import end_of, frame_to_emit, make_old, pending
-from worker.broker import Broker, RenewReply
+from tests.support.server import end_of, frame_to_emit, make_old, pending, take_over
+from worker.broker import Broker
+from worker.claims import RenewReply
 from worker.keys import Keys
 
 
@@ -36,7 +37,7 @@ def test_renewing_tells_what_was_lost_and_what_is_to_be_cancelled(
         broker.enqueue(job_id, "normal", b"")
     jobs = broker.fetch(3)
     make_old(redis_client, queue, jobs[0])
-    other.reclaim(1, [])
+    take_over(other, 1)
     broker.cancel("unwanted")
     reply = broker.renew(jobs)
     assert (reply.lost, reply.cancelled) == ({"stolen"}, {"unwanted"})
@@ -47,7 +48,7 @@ def test_an_earlier_claim_of_the_same_worker_is_lost_too(broker: Broker, redis_c
     broker.enqueue("a", "normal", b"")
     [job] = broker.fetch(1)
     make_old(redis_client, queue, job)
-    [again] = broker.reclaim(1, [])
+    [again] = take_over(broker, 1)
     assert (broker.renew([job]).lost, broker.renew([again]).lost) == ({"a"}, set())
 
 
@@ -77,7 +78,7 @@ def test_only_jobs_whose_lease_ran_out_are_reclaimed(
         broker.enqueue(job_id, "normal", b"body")
     _, old = broker.fetch(2)
     make_old(redis_client, queue, old)
-    [job] = other.reclaim(9, [])
+    [job] = take_over(other, 9)
     assert (job.job_id, job.source, job.attempt, job.counted_attempts, job.fields) == ("old", "reclaimed", 2, 2, old.fields)
     assert job.lease != old.lease
 
@@ -87,7 +88,7 @@ def test_the_time_of_the_first_claim_is_kept(broker: Broker, other: Broker, redi
     [job] = broker.fetch(1)
     redis_client.hset(Keys(queue).job("a"), "started_ms", 5)
     make_old(redis_client, queue, job)
-    assert [again.started_ms for again in other.reclaim(1, [])] == [5]
+    assert [again.started_ms for again in take_over(other, 1)] == [5]
 
 
 def test_reclaiming_goes_on_where_the_last_call_stopped(
@@ -97,7 +98,7 @@ def test_reclaiming_goes_on_where_the_last_call_stopped(
         broker.enqueue(f"job-{i}", ("high", "normal", "low")[i % 3], b"")
     for job in broker.fetch(7):
         make_old(redis_client, queue, job)
-    found = [job.job_id for _ in range(7) for job in other.reclaim(1, [])]
+    found = [job.job_id for _ in range(7) for job in take_over(other, 1)]
     assert sorted(found) == [f"job-{i}" for i in range(7)]
 
 
@@ -110,7 +111,8 @@ def test_reclaiming_begins_at_the_cursor_that_workers_share(
     for job in (first, second):
         make_old(redis_client, queue, job)
     redis_client.hset(Keys(queue).cursor, "normal", second.entry_id)
-    assert [job.job_id for _ in range(2) for job in other.reclaim(1, [])] == ["b", "a"]
+    assert (other.reclaim([]), broker.renew([first]).lost) == (1, set())
+    assert (other.reclaim([]), broker.renew([second]).lost) == (0, {"b"})
 
 
 def test_one_old_job_is_found_among_many_that_are_renewed(
@@ -122,7 +124,7 @@ def test_one_old_job_is_found_among_many_that_are_renewed(
         pipe.execute()
     jobs = broker.fetch(1500) + broker.fetch(1500) + broker.fetch(1500)
     make_old(redis_client, queue, jobs[-1])
-    assert [job.job_id for job in other.reclaim(1, [])] == [jobs[-1].job_id]
+    assert [job.job_id for job in take_over(other, 1)] == [jobs[-1].job_id]
 
 
 def test_entries_in_the_callers_hands_are_left_and_stay_claimable_by_others(
@@ -131,8 +133,8 @@ def test_entries_in_the_callers_hands_are_left_and_stay_claimable_by_others(
     broker.enqueue("a", "normal", b"")
     [job] = broker.fetch(1)
     make_old(redis_client, queue, job)
-    assert broker.reclaim(1, [job.entry_id]) == []
-    assert [taken.job_id for taken in other.reclaim(1, [])] == ["a"]
+    assert take_over(broker, 1, [job]) == []
+    assert [taken.job_id for taken in take_over(other, 1)] == ["a"]
 
 
 def test_an_entry_id_in_hand_does_not_hide_the_same_entry_id_of_another_lane(
@@ -143,7 +145,7 @@ def test_an_entry_id_in_hand_does_not_hide_the_same_entry_id_of_another_lane(
     [mine] = broker.fetch(1)
     [dead] = other.fetch(1)
     make_old(redis_client, queue, dead)
-    assert [job.job_id for job in broker.reclaim(2, [mine.entry_id])] == ["in-normal"]
+    assert [job.job_id for job in take_over(broker, 2, [mine])] == ["in-normal"]
 
 
 def test_claims_on_entries_that_are_gone_are_dropped(
@@ -153,7 +155,7 @@ def test_claims_on_entries_that_are_gone_are_dropped(
     [job] = broker.fetch(1)
     make_old(redis_client, queue, job)
     redis_client.xdel(normal, entry)
-    assert other.reclaim(1, []) == []
+    assert take_over(other, 1) == []
     assert pending(redis_client, queue) == {}
 
 
@@ -164,7 +166,7 @@ def test_claims_on_jobs_that_have_ended_are_dropped(
     [job] = broker.fetch(1)
     make_old(redis_client, queue, job)
     redis_client.hset(Keys(queue).job("a"), "state", "succeeded")
-    assert other.reclaim(1, []) == []
+    assert take_over(other, 1) == []
     assert (pending(redis_client, queue), redis_client.xlen(normal)) == ({}, 0)
     redis_client.expire(Keys(queue).job("a"), 60)
 
@@ -176,7 +178,7 @@ def test_a_cancelled_job_of_a_dead_worker_is_reclaimed_for_its_end_only(
     [job] = broker.fetch(1)
     broker.cancel("a")
     make_old(redis_client, queue, job)
-    assert [taken.ending for taken in other.reclaim(1, [])] == ["cancelled"]
+    assert [taken.ending for taken in take_over(other, 1)] == ["cancelled"]
 
 
 def test_a_reclaimed_job_knows_how_many_tokens_are_in_its_log(
@@ -186,7 +188,7 @@ def test_a_reclaimed_job_knows_how_many_tokens_are_in_its_log(
     [job] = broker.fetch(1)
     broker.emit([frame_to_emit(job, 0, 5, b"five")])
     make_old(redis_client, queue, job)
-    [again] = other.reclaim(1, [])
+    [again] = take_over(other, 1)
     assert (again.num_logged, other.read_log("a")) == (5, [b"five"])
 
 
@@ -196,7 +198,7 @@ def test_a_job_whose_log_is_gone_starts_over(broker: Broker, other: Broker, redi
     broker.emit([frame_to_emit(job, 0, 5)])
     redis_client.unlink(Keys(queue).log("a"))
     make_old(redis_client, queue, job)
-    [again] = other.reclaim(1, [])
+    [again] = take_over(other, 1)
     assert again.num_logged == 0
     assert other.emit([frame_to_emit(again, 0, 1)])[0].status == "ok"
 
@@ -219,7 +221,7 @@ def test_a_released_job_goes_to_any_worker_before_newer_ones_and_the_attempt_is_
 
 def test_a_job_can_be_given_back_with_the_attempt_counted(broker: Broker, other: Broker) -> None:
     broker.enqueue("a", "normal", b"")
-    broker.release(broker.fetch(1), counted=True)
+    broker.release(broker.fetch(1), "batch")
     [again] = other.fetch(1)
     assert (again.source, again.attempt, again.counted_attempts) == ("released", 2, 2)
 
@@ -269,7 +271,7 @@ def test_whoever_takes_over_a_moved_job_finds_it_under_its_name(
     assert adopted is not None
     broker.emit([frame_to_emit(adopted, 0, 3)])
     make_old(redis_client, queue, job)
-    [again] = other.reclaim(1, [])
+    [again] = take_over(other, 1)
     assert (again.job_id, again.attempt, again.num_logged) == ("named", 2, 3)
     assert other.finish([end_of(again)]) == ["ok"]  # the queue fixture checks that the alias got a lifetime
 
@@ -280,6 +282,6 @@ def test_a_job_that_was_lost_meanwhile_does_not_move(
     redis_client.xadd(normal, {"j": b'{"id":"named"}'})
     [job] = broker.fetch(1)
     make_old(redis_client, queue, job)
-    other.reclaim(1, [])
+    take_over(other, 1)
     assert broker.adopt(job, "named") is None
     assert (redis_client.xlen(normal), broker.job("named")) == (1, {})

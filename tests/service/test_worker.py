@@ -14,7 +14,9 @@ from tests.support.jobs import Producer, answer, events, text, token_ids, words
 from tests.support.server import embedded_server
 from tests.support.wait import wait_until
 from tests.support.worker import WorkerMaker, WorkerUnderTest, workers
-from worker.broker import Broker, Emission, connect
+from worker.broker import Broker
+from worker.claims import Emission
+from worker.connection import connect
 from worker.embedded import EmbeddedServer, free_port
 from worker.frames import ControlFrame, TokenFrame, encode_frame
 
@@ -308,6 +310,15 @@ def test_a_job_longer_than_the_lease_runs_once(make_worker: WorkerMaker, produce
     result = producer.result(job_id)
     assert events(producer.log(job_id)) == ["start", "end"]
     assert result.timings.e2e_s > 5 * 0.5
+
+
+def test_jobs_that_are_taken_ahead_are_not_taken_for_abandoned(make_worker: WorkerMaker, producer: Producer) -> None:
+    for _ in range(2):
+        make_worker("--lease-s", "0.5", "--max-slots", "1", delay_s=SLOW_S)
+    jobs = [producer.add(prompt=f"w{i} w9", max_tokens=40) for i in range(20, 26)]
+    results = [producer.result(job_id) for job_id in jobs]
+    assert [result.attempts for result in results] == [1] * 6
+    assert max(result.timings.e2e_s for result in results) > 2 * 0.5
 
 
 def test_a_free_slot_is_filled_in_the_next_step_while_there_is_a_backlog(make_worker: WorkerMaker, producer: Producer) -> None:

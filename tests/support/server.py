@@ -4,45 +4,38 @@ SLOTMILL_TEST_SERVER names another server binary to run the same tests on.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
 import redis
 
 from tests.support.wait import wait_until
-from worker.broker import Broker, Delivery, Emission, Finish, connect
-from worker.embedded import EmbeddedServer
-from worker.frames import FinalState
+from worker.broker import Broker
+from worker.claims import Delivery, Emission, Finish
+from worker.connection import connect
+from worker.embedded import EmbeddedServer, find_server
 from worker.keys import Keys
 
 WITHOUT_LIFETIME = ("jobs:high", "jobs:normal", "jobs:low", "done", "dead", "delayed", "cursor", "cfg")
-ENDED = {state.encode() for state in get_args(FinalState)}
+
+
+def server_binary() -> Path:
+    """What tests run as a server: SLOTMILL_TEST_SERVER where set."""
+    binary = os.environ.get("SLOTMILL_TEST_SERVER")
+    return Path(binary) if binary else find_server()
 
 
 def embedded_server(**options: object) -> EmbeddedServer:
-    """A server that is not started yet, from SLOTMILL_TEST_SERVER where set."""
-    binary = os.environ.get("SLOTMILL_TEST_SERVER")
-    return EmbeddedServer(binary=Path(binary) if binary else None, **options)  # type: ignore[arg-type]
+    """A server that is not started yet."""
+    return EmbeddedServer(binary=server_binary(), **options)  # type: ignore[arg-type]
 
 
 def leaked_keys(client: redis.Redis, queue: str) -> list[str]:
     """Keys of a queue that would live for ever and may not, by docs/protocol.md."""
     prefix = Keys(queue).prefix
     found = [key.decode() for key in client.scan_iter(f"{prefix}*", count=1000)]
-    return sorted(key for key in found if client.ttl(key) == -1 and not _may_stay(client, prefix, key.removeprefix(prefix)))
-
-
-def _may_stay(client: redis.Redis, prefix: str, name: str) -> bool:
-    if name in WITHOUT_LIFETIME or name.startswith("parked:"):
-        return True
-    if not name.startswith("job:"):
-        return False
-    state, alias = client.hmget(prefix + name, "state", "alias")
-    if alias is not None:
-        state = client.hget(f"{prefix}job:{alias.decode()}", "state")
-    return state is not None and state not in ENDED
+    return sorted(key for key in found if client.ttl(key) == -1 and key.removeprefix(prefix) not in WITHOUT_LIFETIME)
 
 
 def drop_queue(client: redis.Redis, queue: str) -> None:
@@ -70,7 +63,7 @@ class BrokerMaker:
         self._made: list[tuple[Broker, redis.Redis]] = []
 
     def __call__(self, worker_id: str | None = None, lease_s: float = 30.0) -> Broker:
-        client = connect(self._url)
+        client = connect(self._url, self._queue)
         broker = Broker(client, self._queue, worker_id or f"worker-{len(self._made)}", lease_s)
         self._made.append((broker, client))
         broker.ensure_group()
@@ -93,6 +86,12 @@ def make_old(client: redis.Redis, queue: str, job: Delivery) -> None:
     client.xclaim(Keys(queue).lane(job.lane), "workers", holder, 0, [job.entry_id], idle=3_600_000, justid=True)
 
 
+def take_over(broker: Broker, count: int = 1, in_hand: Sequence[Delivery] = ()) -> list[Delivery]:
+    """What `broker` gets of the jobs whose lease ran out, up to `count`: suspects come one by one."""
+    broker.reclaim(in_hand)
+    return [job for _ in range(count) for job in broker.fetch(1)]
+
+
 def pending(client: redis.Redis, queue: str, lane: str = "normal") -> dict[str, tuple[str, int, int]]:
     """Claimed entries of a lane: entry id -> (holder, idle in ms, delivery count)."""
     rows = client.xpending_range(Keys(queue).lane(lane), "workers", "-", "+", 10_000)
@@ -101,7 +100,7 @@ def pending(client: redis.Redis, queue: str, lane: str = "normal") -> dict[str, 
 
 
 def frame_to_emit(job: Delivery, previous_n: int, n: int, frame: bytes = b"frame", publish: bool = True) -> Emission:
-    return Emission(job.job_id, job.lease, job.attempt, previous_n, n, frame, publish)
+    return Emission(job.job_id, job.lease, job.attempt, previous_n, n, frame, publish, job.queue)
 
 
 def end_of(job: Delivery, state: str = "succeeded", **changes: object) -> Finish:

@@ -12,7 +12,7 @@ from engine.request import Request
 from tests.support import fake_engine
 from worker import consumer, log
 from worker.attempt import CANCELLED, MISSED_BY_ENGINE, STOPPED, Attempt
-from worker.broker import Delivery
+from worker.claims import Delivery
 from worker.consumer import Consumer
 from worker.frames import TokenFrame, encode_frame
 from worker.inflight import InFlight
@@ -32,22 +32,31 @@ class MemoryBroker:
     def __init__(self) -> None:
         self.queued: list[Delivery] = []
         self.asked_for: list[int] = []
+        self.suspects_wanted: list[bool] = []
+        self.waited_s: list[float] = []
+        self.is_paused = False
+        self.next_due_s: float | None = None
 
     def ensure_group(self) -> None:
         pass
 
-    def reclaim(self, count: int, skip: list[str]) -> list[Delivery]:
-        return []
+    @property
+    def num_waits(self) -> int:
+        return len(self.waited_s)
 
-    def fetch(self, free: int) -> list[Delivery]:
+    def reclaim(self, in_hand: list[Delivery]) -> int:
+        return 0
+
+    def fetch(self, free: int, *, aging: int, may_take_suspect: bool) -> list[Delivery]:
         self.asked_for.append(free)
+        self.suspects_wanted.append(may_take_suspect)
         taken, self.queued = self.queued[:free], self.queued[free:]
         return taken
 
     def wait_for_entry(self, block_s: float) -> None:
-        pass
+        self.waited_s.append(block_s)
 
-    def read_log(self, job_id: str) -> list[bytes]:
+    def log_of(self, delivery: Delivery) -> list[bytes]:
         return [encode_frame(TokenFrame(1, 0, 0, LOGGED, "w5 w6 w7", 0))]
 
 
@@ -92,11 +101,37 @@ class Bench:
         self.reader.on_down()
         self.start_engine()
 
-    def add(self, job_id: str, *, ending: str = "", num_logged: int = 0, number: int = 1, **body: object) -> None:
+    def add(
+        self,
+        job_id: str,
+        *,
+        ending: str = "",
+        num_logged: int = 0,
+        number: int = 1,
+        is_suspect: bool = False,
+        num_crashes: int = 0,
+        **body: object,
+    ) -> None:
         fields = {b"m": msgpack.packb({"prompt": "w5 w6"} | body)}
         lease = f"{job_id}:{number}"
         self.broker.queued.append(
-            Delivery(job_id, "1-1", "normal", fields, 0, number, number, lease, 7, num_logged, 0, "new", ending)  # type: ignore[arg-type]
+            Delivery(
+                job_id,
+                "1-1",
+                "normal",
+                fields,
+                0,
+                number,
+                number,
+                lease,
+                7,
+                num_logged,
+                0,
+                "new",
+                ending,  # type: ignore[arg-type]
+                is_suspect=is_suspect,
+                num_crashes=num_crashes,
+            )
         )
 
     def run(self, turns: int) -> dict[str, Attempt]:
@@ -126,14 +161,54 @@ def test_what_was_claimed_for_an_engine_that_died_is_not_left_inside_the_next_on
     }
 
 
-def test_a_job_that_was_inside_a_dead_engine_has_spent_an_attempt(bench: Bench) -> None:
+def test_a_job_that_was_inside_a_dead_engine_is_a_suspect(bench: Bench) -> None:
     bench.add("a")
     ending = bench.run(2)["a"].ending
     assert ending is None
     bench.restart_engine()
     ending = bench.run(0)["a"].ending
     assert ending is not None
-    assert (ending.state, ending.is_counted) == ("released", True)
+    assert (ending.state, ending.blame) == ("released", "batch")
+
+
+def test_no_suspect_is_asked_for_while_one_is_in_hand(bench: Bench) -> None:
+    bench.add("a", is_suspect=True)
+    attempt = bench.run(2)["a"]
+    bench.run(1)
+    attempt.is_acquitted = True
+    bench.run(1)
+    assert bench.broker.suspects_wanted == [True, False, True]
+
+
+@pytest.mark.parametrize(("is_suspect", "steps"), [(True, 8), (False, 0)])
+def test_a_suspect_is_to_run_alone_for_eight_steps(bench: Bench, is_suspect: bool, steps: int) -> None:
+    bench.add("a", is_suspect=is_suspect)
+    bench.run(2)
+    assert [message.isolated_steps for message in bench.sent if isinstance(message, Request)] == [steps]
+
+
+def test_a_job_that_crashed_twice_while_alone_is_not_tried_again(bench: Bench) -> None:
+    bench.add("a", is_suspect=True, num_crashes=2, number=3)
+    ending = bench.run(2)["a"].ending
+    assert ending is not None
+    assert (ending.state, ending.code) == ("dead", "dead_letter")
+    assert bench.sent == []
+
+
+def test_a_paused_queue_is_not_waited_at_its_doorbell(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "WAIT_S", 0.001)
+    bench.broker.is_paused = True
+    bench.run(2)
+    assert bench.broker.num_waits == 0
+    bench.broker.is_paused = False
+    bench.run(1)
+    assert bench.broker.num_waits == 1
+
+
+def test_the_wait_for_an_entry_ends_when_a_delayed_job_is_due(bench: Bench) -> None:
+    bench.broker.next_due_s = 0.125
+    bench.run(1)
+    assert bench.broker.waited_s == [0.125]
 
 
 def test_a_log_that_may_be_complete_is_the_engine_s_to_judge(bench: Bench) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine.messages import Abort
 from engine.request import Request, SamplingParams
 from worker.attempt import CANCELLED, RELEASED_BY_DRAIN, STOPPED, Attempt
-from worker.broker import Delivery
+from worker.claims import Delivery
 from worker.inflight import InFlight
 from worker.metrics import Metrics
 from worker.output import Output

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.messages import EngineReady
 from engine.stats import KVCounts, SlotCounts, StepStats, StepTimes
 from worker.attempt import Attempt, Ending
-from worker.broker import Delivery
+from worker.claims import Delivery
 from worker.metrics import OUTCOMES, WORKER_STATES, Metrics, Watched
 
 READY = EngineReady(

@@ -11,14 +11,13 @@ from engine.request import Request, SamplingParams
 from worker import log, publisher
 from worker.attempt import (
     CANCELLED,
-    LOST_WITH_ENGINE,
     MISSED_BY_ENGINE,
     RELEASED_BY_DRAIN,
     STOPPED,
     Attempt,
     Ending,
 )
-from worker.broker import Delivery, Emission, EmitReply, Finish
+from worker.claims import Delivery, Emission, EmitReply, Finish
 from worker.frames import ControlFrame, Frame, TokenFrame, decode_frame, decode_result
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
@@ -49,7 +48,9 @@ class MemoryBroker:
     worker_id: str = "me"
     logs: dict[str, list[tuple[int, Frame, bool]]] = field(default_factory=dict)
     ends: dict[str, Finish] = field(default_factory=dict)
-    released: dict[str, bool] = field(default_factory=dict)
+    released: dict[str, str] = field(default_factory=dict)
+    retried: dict[str, float] = field(default_factory=dict)
+    acquitted: list[str] = field(default_factory=list)
     fenced: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
     num_round_trips: int = 0
@@ -66,9 +67,19 @@ class MemoryBroker:
         self._fault(before=True)
         return [self._finish(finish) for finish in finishes]
 
-    def release(self, deliveries: Sequence[Delivery], *, counted: bool) -> None:
+    def release(self, deliveries: Sequence[Delivery], blame: str) -> None:
         self._fault(before=True)
-        self.released |= {delivery.job_id: counted for delivery in deliveries}
+        self.released |= {delivery.job_id: blame for delivery in deliveries}
+
+    def retry(self, retries: Sequence[tuple[Delivery, float]]) -> list[str]:
+        self._fault(before=True)
+        kept = [(delivery.job_id, delay_s) for delivery, delay_s in retries if delivery.job_id not in self.fenced]
+        self.retried |= dict(kept)
+        return ["fenced" if delivery.job_id in self.fenced else "ok" for delivery, _ in retries]
+
+    def acquit(self, deliveries: Sequence[Delivery]) -> None:
+        self._fault(before=True)
+        self.acquitted += [delivery.job_id for delivery in deliveries]
 
     def num_logged(self, job_id: str) -> int:
         return max((n for n, _, _ in self.logs.get(job_id, [])), default=0)
@@ -130,10 +141,13 @@ class Bench:
             may_write=lambda: self.may_write,
         )
 
-    def start(self, job_id: str = "a", num_logged: int = 0, number: int = 1, **fields: object) -> Attempt:
+    def start(
+        self, job_id: str = "a", num_logged: int = 0, number: int = 1, *, is_suspect: bool = False, **fields: object
+    ) -> Attempt:
         job = Job(prompt="w1", **fields)  # type: ignore[arg-type]
         lease = f"lease-{job_id}:{number}"
-        delivery = Delivery(job_id, "1-1", "normal", {}, 0, number, number, lease, 7, num_logged, 0, "new")
+        claim = (job_id, "1-1", "normal", {}, 0, number, number, lease, 7, num_logged, 0, "new")
+        delivery = Delivery(*claim, is_suspect=is_suspect)
         outputs = tuple(Output(Words(), StopMatcher(job.stop)) for _ in range(job.num_choices))
         attempt = Attempt(delivery, job, (1,), outputs, num_logged=num_logged)
         self.inflight.add(attempt)
@@ -306,14 +320,63 @@ def test_a_release_logs_the_tokens_first_and_writes_no_end(bench: Bench) -> None
     bench.push(attempt, 5)
     bench.inflight.end(attempt, RELEASED_BY_DRAIN)
     bench.flush()
-    assert (bench.broker.num_logged("a"), bench.broker.released, bench.broker.ends) == (1, {"a": False}, {})
+    assert (bench.broker.num_logged("a"), bench.broker.released, bench.broker.ends) == (1, {"a": "none"}, {})
 
 
-def test_a_release_says_which_jobs_have_spent_an_attempt(bench: Bench) -> None:
-    for job_id, ending in {"a": RELEASED_BY_DRAIN, "b": LOST_WITH_ENGINE, "c": MISSED_BY_ENGINE}.items():
+def test_a_release_says_what_each_job_is_blamed_for(bench: Bench) -> None:
+    lost = Ending("released", why="engine", blame="batch")
+    for job_id, ending in {"a": RELEASED_BY_DRAIN, "b": lost, "c": MISSED_BY_ENGINE}.items():
         bench.inflight.end(bench.start(job_id), ending)
     bench.flush_twice()
-    assert bench.broker.released == {"a": False, "b": True, "c": False}
+    assert bench.broker.released == {"a": "none", "b": "batch", "c": "none"}
+
+
+def delayed(delay_s: float = 1.5) -> Ending:
+    return Ending("delayed", why="fault", error="engine: sampling: no finite logit", delay_s=delay_s)
+
+
+def test_a_job_that_is_tried_again_later_logs_its_tokens_first_and_writes_no_end(bench: Bench) -> None:
+    attempt = bench.start()
+    bench.flush()
+    bench.push(attempt, 5)
+    bench.inflight.end(attempt, delayed())
+    bench.flush()
+    assert (bench.broker.num_logged("a"), bench.broker.retried, bench.broker.ends) == (1, {"a": 1.5}, {})
+    assert bench.inflight.num_held == 0
+
+
+def test_a_retry_that_another_worker_has_overtaken_is_dropped(bench: Bench) -> None:
+    attempt = bench.start()
+    bench.flush()
+    bench.broker.fenced.add("a")
+    bench.inflight.end(attempt, delayed())
+    bench.flush()
+    assert (bench.broker.retried, bench.inflight.num_held) == ({}, 0)
+
+
+def test_a_suspect_that_has_been_alone_for_long_enough_is_acquitted_once(bench: Bench) -> None:
+    attempt = bench.start(is_suspect=True)
+    bench.flush()
+    assert (bench.broker.acquitted, attempt.is_suspect) == ([], True)
+    attempt.is_alone = False
+    bench.inflight.touch([attempt])
+    bench.flush()
+    bench.push(attempt, 5)
+    bench.flush()
+    assert (bench.broker.acquitted, attempt.is_suspect) == (["a"], False)
+
+
+def test_an_acquittal_that_the_server_did_not_hear_is_said_again(bench: Bench) -> None:
+    attempt = bench.start(is_suspect=True)
+    bench.flush()
+    attempt.is_alone = False
+    bench.inflight.touch([attempt])
+    bench.broker.fails_before = 1
+    with pytest.raises(LinkDownError):
+        bench.flush()
+    assert attempt.is_suspect
+    bench.flush()
+    assert bench.broker.acquitted == ["a"]
 
 
 def test_held_back_text_is_not_logged_by_a_release(bench: Bench) -> None:

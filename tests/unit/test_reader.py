@@ -9,7 +9,7 @@ from engine.messages import Abort, RequestRejected, StepReport, TokenEvent, Toke
 from engine.request import FinishReason, Request
 from tests.support import fake_engine
 from worker.attempt import Attempt
-from worker.broker import Delivery
+from worker.claims import Delivery
 from worker.inflight import InFlight
 from worker.metrics import Metrics
 from worker.reader import Reader
@@ -30,16 +30,18 @@ class Bench:
         self.reader = Reader(self.inflight, self.metrics, "m", lambda: None)
         self._tokenizer = tokenizer
 
-    def start(self, **body: object) -> Attempt:
+    def start(self, job_id: str = "a", *, attempts: int = 1, is_suspect: bool = False, **body: object) -> Attempt:
         job = parse_body({"prompt": "w5"} | body)
-        attempt = Attempt(Delivery("a", "1-1", "normal", {}, 0, 1, 1, "l:1", 7, 0, 0, "new"), job, (5,))
+        claim = (job_id, "1-1", "normal", {}, 0, attempts, attempts, f"l:{attempts}", 7, 0, 0, "new")
+        attempt = Attempt(Delivery(*claim, is_suspect=is_suspect), job, (5,))
         replay(attempt, job, self._tokenizer)
         self.inflight.add(attempt)
         self.inflight.enter(attempt, *requests_for(attempt, job))
         return attempt
 
-    def report(self, *events: TokenEvent, rejected: tuple[RequestRejected, ...] = ()) -> None:
-        self.reader.on_report(StepReport(events, fake_engine.FakeEngine(4, 0.0).idle_report().stats, rejected))
+    def report(self, *events: TokenEvent, rejected: tuple[RequestRejected, ...] = (), cleared: tuple[str, ...] = ()) -> None:
+        stats = fake_engine.FakeEngine(4, 0.0).idle_report().stats
+        self.reader.on_report(StepReport(events, stats, rejected, cleared))
 
     @property
     def aborts(self) -> list[Abort]:
@@ -168,3 +170,80 @@ def test_the_choices_of_one_step_count_once_as_time_between_tokens(bench: Bench)
         if sample.name.endswith("_count") and sample.labels["priority"] == attempt.priority
     ]
     assert counts == [2]
+
+
+def endings(*attempts: Attempt) -> list[tuple[str, str]]:
+    return [(attempt.ending.state, attempt.ending.blame) for attempt in attempts if attempt.ending]
+
+
+def test_an_engine_that_dies_makes_suspects_of_all_it_had(bench: Bench) -> None:
+    attempts = [bench.start(job_id) for job_id in "ab"]
+    bench.reader.on_down()
+    assert endings(*attempts) == [("released", "batch")] * 2
+
+
+def test_an_engine_that_dies_while_one_runs_alone_blames_that_one(bench: Bench) -> None:
+    attempts = [bench.start("a"), bench.start("b", is_suspect=True), bench.start("c")]
+    bench.reader.on_alone(attempts[1].request_id)
+    bench.reader.on_down()
+    assert endings(*attempts) == [("released", "bystander"), ("released", "solo"), ("released", "bystander")]
+
+
+def test_a_suspect_that_is_cleared_shares_the_blame_again(bench: Bench) -> None:
+    attempts = [bench.start("a"), bench.start("b", is_suspect=True)]
+    bench.report(cleared=(attempts[1].request_id,))
+    assert attempts[1].owes_acquittal
+    bench.reader.on_down()
+    assert endings(*attempts) == [("released", "batch")] * 2
+
+
+def test_a_fault_of_the_engine_is_tried_again_after_a_pause_that_grows(bench: Bench) -> None:
+    pauses = []
+    for attempts in (1, 2, 3, 4):
+        attempt = bench.start(str(attempts), attempts=attempts)
+        bench.report(event(attempt, 0, 0, reason=ERROR, detail="sampling: no finite logit", may_retry=True))
+        assert attempt.ending
+        assert (attempt.ending.state, attempt.outputs[0].finish_reason) == ("delayed", None)
+        pauses.append(attempt.ending.delay_s)
+    assert [2**k / 2 <= pause <= 2**k for k, pause in enumerate(pauses)] == [True] * 4
+
+
+def test_a_pause_ends_with_the_deadline_of_the_job(bench: Bench) -> None:
+    attempt = bench.start(deadline_ms=5)
+    bench.report(event(attempt, 0, 0, reason=ERROR, detail="sampling: no finite logit", may_retry=True))
+    assert attempt.ending
+    assert attempt.ending.delay_s == 0
+
+
+def test_a_fault_in_the_last_attempt_that_a_job_allows_is_its_end(bench: Bench) -> None:
+    attempt = bench.start(attempts=3, max_attempts=3)
+    bench.report(event(attempt, 0, 0, reason=ERROR, detail="sampling: no finite logit", may_retry=True))
+    assert attempt.ending
+    assert (attempt.ending.state, attempt.ending.code) == ("failed", "internal")
+
+
+def test_what_a_job_is_to_blame_for_is_not_tried_again(bench: Bench) -> None:
+    attempt = bench.start()
+    bench.report(event(attempt, 0, 0, reason=ERROR, detail="grammar: too complex"))
+    assert attempt.ending
+    assert attempt.ending.state == "failed"
+
+
+def test_an_engine_that_says_it_is_busy_does_not_stand_still(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("worker.reader.time.monotonic", lambda: now)
+    bench.start()
+    bench.reader.serving = object()  # type: ignore[assignment]
+    now += 100.0
+    assert bench.reader.stalled_for_s() > 60
+    bench.reader.on_loading("compiling")
+    assert bench.reader.stalled_for_s() == 0
+    bench.report()
+    now += 100.0
+    assert bench.reader.stalled_for_s() == 100.0
+
+
+def test_a_crash_before_a_suspect_runs_alone_blames_the_batch(bench: Bench) -> None:
+    suspect, neighbour = bench.start("suspect", is_suspect=True), bench.start("neighbour")
+    bench.reader.on_down()
+    assert [attempt.ending and attempt.ending.blame for attempt in (suspect, neighbour)] == ["batch", "batch"]

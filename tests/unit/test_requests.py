@@ -8,7 +8,7 @@ from engine.messages import TokenLogprobs
 from engine.request import Grammar, GrammarKind, Request, SamplingParams
 from tests.support import fake_engine
 from worker.attempt import Attempt
-from worker.broker import Delivery
+from worker.claims import Delivery
 from worker.errors import InvalidJob
 from worker.frames import ControlFrame, Frame, TokenFrame, encode_frame
 from worker.requests import check_fit, replay, requests_for

@@ -1,12 +1,12 @@
--- Shared text that worker/broker.py puts in front of every script. It relies on ARGV[1] being the queue's key prefix;
--- job:, tok: and res: keys are built from it, all in the queue's hash slot. No script decodes a payload: Lua's numbers
--- lose integers above 2^53, so ids, seeds and counts travel as text.
+-- Shared text that worker/lua.py puts in front of every script, after the constants that Python decides (GROUP, RELEASED, SUSPECTS,
+-- JOB_TTL_S; ENDED, LANES and PSEUDO as sets) and PUBLISH, the command (SPUBLISH where the server is a cluster). It relies on
+-- ARGV[1] being the queue's key prefix; job:, tok: and res: keys are built from it, all in the queue's hash slot. No script
+-- decodes a payload: Lua's numbers lose integers above 2^53, so ids, seeds and counts travel as text.
 
 local prefix = ARGV[1]
-local GROUP = 'workers'
-local RELEASED = 'released' -- pseudo consumer that holds what workers gave back
-local ENDED = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
 local MAX_ID_BYTES = 512 -- worker/wire.py allows 128 characters
+
+local function publish(channel, message) redis.call(PUBLISH, channel, message) end
 
 local function text(number) return string.format('%.0f', number) end
 
@@ -17,10 +17,21 @@ end
 
 local function job_key(id) return prefix .. 'job:' .. id end
 local function log_key(id) return prefix .. 'tok:' .. id end
+local function parked_key(id) return prefix .. 'parked:' .. id end
 local function result_key(id) return prefix .. 'res:' .. id end
 local function lane_key(lane) return prefix .. 'jobs:' .. lane end
 local function lane_of(key) return string.sub(key, #prefix + #'jobs:' + 1) end
 local function entry_ms(entry) return tonumber(string.match(entry, '^%d+')) end
+
+-- How many entries of a lane the group holds, and the last one that it delivered; nothing where there is no group yet.
+local function group_of(lane)
+  if redis.call('EXISTS', lane) == 1 then
+    for _, group in ipairs(redis.call('XINFO', 'GROUPS', lane)) do
+      if group[2] == GROUP then return { pending = group[6], last = group[8] } end
+    end
+  end
+  return { pending = 0, last = '0-0' }
+end
 
 -- The job that is really meant: a body may have named another id than the entry did (adopt.lua leaves the alias).
 local function resolve(id) return redis.call('HGET', job_key(id), 'alias') or id end
@@ -30,8 +41,30 @@ local function drop(key, entry)
   redis.call('XDEL', key, entry)
 end
 
+-- A change of a job that has not ended. Its hash lives on from here for JOB_TTL_S, so that one nobody comes back to goes by itself.
+local function change(id, ...)
+  redis.call('HSET', job_key(id), ...)
+  redis.call('EXPIRE', job_key(id), JOB_TTL_S)
+end
+
+-- A job that has never run, in this entry ('' = none yet) of this lane, and more fields of its hash.
+local function begin(id, entry, lane, enqueued_ms, ...)
+  change(id, 'state', 'queued', 'entry', entry, 'stream', lane, 'attempt', '0', 'released', '0', 'n', '0',
+    'enqueued_ms', text(enqueued_ms), ...)
+end
+
+-- Keeps an entry's fields until `due_ms`, or the job's deadline; worker/scripts/fetch.lua puts them back into the job's lane.
+local function park(id, due_ms, fields)
+  due_ms = math.min(due_ms, tonumber(redis.call('HGET', job_key(id), 'deadline_ms')) or due_ms)
+  local left_s = math.max(0, math.ceil((due_ms - now_ms()) / 1000))
+  redis.call('HSET', parked_key(id), unpack(fields))
+  redis.call('ZADD', prefix .. 'delayed', text(due_ms), id)
+  change(id, 'state', 'delayed')
+  for _, key in ipairs({ parked_key(id), job_key(id) }) do redis.call('EXPIRE', key, JOB_TTL_S + left_s) end
+end
+
 -- What an earlier job of this id left behind must never pass for this one's.
-local function forget(id) redis.call('UNLINK', log_key(id), result_key(id)) end
+local function forget(id) redis.call('UNLINK', log_key(id), result_key(id), parked_key(id)) end
 
 -- The well-formed characters of more than one byte (Unicode 15, table 3-7).
 local MULTIBYTE = {
@@ -54,4 +87,16 @@ local function named(entry, fields)
     if fields[i] == 'id' then id = is_job_id(fields[i + 1]) and fields[i + 1] or entry end
   end
   return id
+end
+
+-- The job of an entry. Two lanes may give the same entry id, so of entries without an id the second claimed is called
+-- `<entry>-<lane>`; its hash keeps that name for it when the first one's has expired.
+local function id_of(key, entry, fields)
+  local id = named(entry, fields)
+  if id == entry then
+    local lane, own = lane_of(key), entry .. '-' .. lane_of(key)
+    local at, stream = unpack(redis.call('HMGET', job_key(id), 'entry', 'stream'))
+    if redis.call('EXISTS', job_key(own)) == 1 or (at and (at ~= entry or stream ~= lane)) then id = own end
+  end
+  return resolve(id)
 end

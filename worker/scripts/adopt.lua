@@ -17,5 +17,5 @@ forget(new_id)
 redis.call('RENAME', claimed, named)
 redis.call('HSET', named, 'claimed_as', id)
 -- Whoever reclaims the entry must find this job, not start another; the entry of that id in another lane must not.
-redis.call('HSET', claimed, 'alias', new_id, 'entry', entry, 'stream', lane_of(lane))
+change(id, 'alias', new_id, 'entry', entry, 'stream', lane_of(lane))
 return 'ok'

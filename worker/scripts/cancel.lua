@@ -1,4 +1,4 @@
--- Asks for a job's end: a running one is told through `ctl`, a queued one ends when it is fetched.
+-- Asks for a job's end: a running one is told through `ctl`, a queued one ends when it is fetched, a delayed one is due now.
 -- KEYS: job   ARGV: prefix, id, control channel
 -- Returns the job's state, or nil when there is no such job
 
@@ -6,6 +6,7 @@ local id = resolve(ARGV[2])
 local state = redis.call('HGET', job_key(id), 'state')
 if state and not ENDED[state] then
   redis.call('HSET', job_key(id), 'cancel', '1')
-  redis.call('PUBLISH', ARGV[3], 'cancel ' .. id)
+  if state == 'delayed' then redis.call('ZADD', prefix .. 'delayed', 0, id) end
+  publish(ARGV[3], 'cancel ' .. id)
 end
 return state

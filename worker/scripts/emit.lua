@@ -21,5 +21,5 @@ if logged ~= previous_n then return { 'behind', logged } end
 redis.call('XADD', log, entry, 'm', frame)
 redis.call('EXPIRE', log, ARGV[7])
 if previous_n ~= n then redis.call('HSET', job, 'n', n) end
-if channel ~= '' then redis.call('PUBLISH', channel, frame) end
+if channel ~= '' then publish(channel, frame) end
 return { answer, n }

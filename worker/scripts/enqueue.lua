@@ -1,10 +1,12 @@
--- Adds a job once. A known id or idempotency key answers `duplicate`; a queue at its bound answers `full`.
--- KEYS: lane, job, done, all lanes (3), [idempotency key]
--- ARGV: prefix, id, body, max_queued ('' = no bound), idempotency_ttl_s, then field, value pairs for the job's hash
+-- Adds a job once. A known id or idempotency key answers `duplicate`, a queue at its bound `full`, one that drains `closed`.
+-- KEYS: lane, job, done, config, delayed, all lanes (3), [idempotency key]
+-- ARGV: prefix, id, body, max_queued ('' = no bound), idempotency_ttl_s, delay (ms), then field, value pairs for the job's hash
 -- Returns {status, job id, retry after in ms}
 
-local lane, job, done, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[7]
-local id, max_queued = ARGV[2], tonumber(ARGV[4])
+local lane, job, done, config, delayed, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[9]
+local id, delay_ms = ARGV[2], tonumber(ARGV[6])
+local closed, bound = unpack(redis.call('HMGET', config, 'closed', 'max_queued'))
+local max_queued = math.min(tonumber(ARGV[4]) or math.huge, tonumber(bound) or math.huge)
 
 -- How long until `excess` more jobs have ended, from the pace of the last hundred; between 0.1 and 60 s.
 local function retry_after_ms(excess)
@@ -17,14 +19,15 @@ end
 local known = idempotency and redis.call('GET', idempotency)
 if known then return { 'duplicate', known, '0' } end
 if redis.call('EXISTS', job) == 1 then return { 'duplicate', resolve(id), '0' } end
-if max_queued then
-  local queued = redis.call('XLEN', KEYS[4]) + redis.call('XLEN', KEYS[5]) + redis.call('XLEN', KEYS[6])
-  if queued >= max_queued then return { 'full', id, text(retry_after_ms(queued - max_queued + 1)) } end
-end
+if closed == '1' then return { 'closed', id, '0' } end
+local queued = redis.call('ZCARD', delayed)
+for i = 6, 8 do queued = queued + redis.call('XLEN', KEYS[i]) end
+if queued >= max_queued then return { 'full', id, text(retry_after_ms(queued - max_queued + 1)) } end
 
-local entry = redis.call('XADD', lane, '*', 'v', '1', 'id', id, 'm', ARGV[3])
+local fields = { 'v', '1', 'id', id, 'm', ARGV[3] }
+local entry = delay_ms > 0 and '' or redis.call('XADD', lane, '*', unpack(fields))
+begin(id, entry, lane_of(lane), now_ms(), unpack(ARGV, 7))
 forget(id)
-redis.call('HSET', job, 'state', 'queued', 'entry', entry, 'stream', lane_of(lane), 'attempt', '0', 'released', '0', 'n', '0',
-  'enqueued_ms', text(now_ms()), unpack(ARGV, 6))
+if delay_ms > 0 then park(id, now_ms() + delay_ms, fields) end
 if idempotency then redis.call('SET', idempotency, id, 'EX', ARGV[5]) end
-return { 'queued', id, '0' }
+return { delay_ms > 0 and 'delayed' or 'queued', id, '0' }

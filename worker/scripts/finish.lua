@@ -15,11 +15,12 @@ if ENDED[was] then return 'ok' end
 if expected_n ~= '' and n ~= expected_n then return 'behind' end
 
 local function bury()
-  local row = { 'id', id, 'why', code, 'attempts', text(attempt - released), 'owner', owner, 'error', ARGV[14] }
+  local tried = attempt - released - (code == 'dead_letter' and 1 or 0) -- it is claimed once more for its end
+  local row = { 'id', id, 'lane', lane_of(lane), 'why', code, 'attempts', text(tried), 'owner', owner, 'error', ARGV[14] }
   local item = redis.call('XRANGE', lane, entry, entry)[1]
   for i = 1, item and #item[2] or 0, 2 do
     local field = item[2][i]
-    if field == 'm' or field == 'j' then
+    if field == 'v' or field == 'm' or field == 'j' then -- what replay.lua puts back
       row[#row + 1] = field
       row[#row + 1] = item[2][i + 1]
     end
@@ -36,5 +37,5 @@ if alias then redis.call('EXPIRE', job_key(alias), ttl) end
 redis.call('XADD', done, 'MAXLEN', '~', ARGV[15], '*', 'id', id, 'state', state, 'batch', batch or ARGV[13], 'code', code)
 if state == 'dead' then bury() end
 drop(lane, entry)
-redis.call('PUBLISH', channel, frame)
+publish(channel, frame)
 return 'ok'

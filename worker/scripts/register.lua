@@ -6,14 +6,6 @@ local id, entries, bytes = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local known = redis.call('HGET', job_key(resolve(id)), 'state')
 if known or not is_job_id(id) then return known end
 
-local function last_delivered(lane)
-  if redis.call('EXISTS', lane) == 0 then return nil end
-  for _, group in ipairs(redis.call('XINFO', 'GROUPS', lane)) do
-    if group[2] == GROUP then return group[8] end
-  end
-  return '0-0'
-end
-
 local function size_of(fields)
   local size = 0
   for _, part in ipairs(fields) do size = size + #part end
@@ -21,8 +13,8 @@ local function size_of(fields)
 end
 
 local function find(lane)
-  local last = last_delivered(lane)
-  while last and entries > 0 and bytes > 0 do
+  local last = group_of(lane).last
+  while entries > 0 and bytes > 0 do
     local page = redis.call('XRANGE', lane, '(' .. last, '+', 'COUNT', 10) -- few at a time, since bodies may be big
     if #page == 0 then return nil end
     for _, item in ipairs(page) do
@@ -36,8 +28,7 @@ for _, lane in ipairs(KEYS) do
   local entry = find(lane)
   if entry then
     forget(id)
-    redis.call('HSET', job_key(id), 'state', 'queued', 'entry', entry, 'stream', lane_of(lane), 'attempt', '0',
-      'released', '0', 'n', '0', 'enqueued_ms', text(math.min(now_ms(), entry_ms(entry))))
+    begin(id, entry, lane_of(lane), math.min(now_ms(), entry_ms(entry)))
     return 'queued'
   end
 end
