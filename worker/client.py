@@ -12,6 +12,7 @@ that was never reached is reported at once.
 """
 
 import random
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +20,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import AuthenticationError, AuthorizationError, ResponseError
+from redis.exceptions import AuthorizationError
 
-from worker.broker import ENDED, Broker, connect
+from worker.broker import ENDED, Broker, EnqueueReply
 from worker.codec import has_lone_surrogate
+from worker.connection import connect, hear, subscribe, unavailable
 from worker.deltas import Assembler, Delta
-from worker.errors import InvalidJob, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
+from worker.errors import InvalidJob, QueueClosed, QueueFull, UnknownJob, WaitTimeout
 from worker.frames import ControlFrame, Result, decode_frame, decode_result
+from worker.keys import JOB_TTL_S
 from worker.wire import encode_body, parse_body
 
 __all__ = ("Client", "Delta", "JobStream")
@@ -36,6 +39,10 @@ PAGE = 512
 """Frames of the log read at a time."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+MAX_DELAY_S = JOB_TTL_S
+"""As long as the server remembers a job that nothing happens to."""
+CLOSED_S = 10.0
+"""When to ask again whether a queue has been reopened."""
 
 T = TypeVar("T")
 OnSilence = Callable[[str | None], None]
@@ -47,12 +54,12 @@ class Client:
     """One queue as producers and readers see it. Threads may share it."""
 
     def __init__(self, server: "str | redis.Redis", queue: str = "default", *, patience_s: float = 30.0) -> None:
-        """`server` is a URL (redis://, rediss://, unix://), or a client with bytes replies that stays the caller's to close.
+        """`server` is a URL (see worker/connection.py), or a client with bytes replies that stays the caller's to close.
 
         `patience_s`: how long a server that has gone is waited for.
         """
         self._owns = isinstance(server, str)
-        self._redis: Any = connect(server) if isinstance(server, str) else server
+        self._redis: Any = connect(server, queue) if isinstance(server, str) else server
         if self._redis.get_encoder().decode_responses:
             raise ValueError("client: decode_responses is True, which cannot carry msgpack; pass one with False")
         self._broker = Broker(self._redis, queue, worker_id="client")
@@ -81,19 +88,21 @@ class Client:
         priority: str = "normal",
         idempotency_key: str | None = None,
         max_queued: int | None = None,
+        delay_s: float = 0.0,
         **fields: object,
     ) -> str:
         """Put a job in; its id. `fields` are those of a job body (docs/protocol.md), checked here as a worker would.
 
         With an `id` or `idempotency_key` that is known nothing is put in and the id that is there is answered, so a call that
-        failed may be repeated. `max_queued` bounds the jobs that have not ended. Raises `InvalidJob`, `QueueFull`,
-        `ServerUnavailable`.
+        failed may be repeated. `max_queued` bounds the jobs that have not ended, beside what bound the queue itself has.
+        The job waits for `delay_s` seconds, 30 days at most, before it may start. Raises `InvalidJob`, `QueueFull` (its kind
+        `QueueClosed` while the queue is drained), `ServerUnavailable`.
         """
         given = {"prompt": prompt, "messages": _plain(messages)}
         body = {name: value for name, value in given.items() if value is not None} | fields
         job_id = uuid.uuid4().hex if id is None else id
         job = parse_body(body | {"id": job_id, "priority": priority})
-        _check_bounds(idempotency_key, max_queued)
+        _check_bounds(idempotency_key, max_queued, delay_s)
         packed = encode_body(body)
         reply = self._call(  # safe to repeat: the server knows the id
             lambda: self._broker.enqueue(
@@ -105,11 +114,10 @@ class Client:
                 deadline_ms=job.deadline_ms,
                 tenant=job.tenant,
                 batch_id=job.batch_id,
+                delay_s=delay_s,
             )
         )
-        if reply.status == "full":
-            limit = f"{max_queued} jobs have not ended, which is max_queued; come again in {reply.retry_after_s:g} s"
-            raise QueueFull(f"queue {self._keys.queue}: {limit}", reply.retry_after_s)
+        self._refuse_unless_taken(reply, max_queued)
         return reply.job_id
 
     def stream(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> "JobStream":
@@ -131,13 +139,23 @@ class Client:
 
         Raises `UnknownJob`, `ServerUnavailable`.
         """
-        _refuse_unwritable(job_id)
+        refuse_unwritable(job_id)
         return self._call(lambda: self._broker.cancel(job_id) or self._cancel_unseen(job_id))
 
     def state(self, job_id: str) -> str:
         """queued, delayed, running, succeeded, failed, cancelled, expired or dead. Raises `UnknownJob`, `ServerUnavailable`."""
-        _refuse_unwritable(job_id)
+        refuse_unwritable(job_id)
         return self._call(lambda: self._state(job_id))
+
+    def _refuse_unless_taken(self, reply: EnqueueReply, max_queued: int | None) -> None:
+        queue = f"queue {self._keys.queue}"
+        if reply.status == "closed":
+            remedy = f"`worker queue resume --queue {shlex.quote(self._keys.queue)}` reopens it"
+            raise QueueClosed(f"{queue}: closed: it takes no jobs while it is drained; {remedy}", CLOSED_S)
+        if reply.status == "full":
+            bound = "the queue's own limit" if max_queued is None else f"max_queued, {max_queued}, or the queue's own limit"
+            again = f"come again in {reply.retry_after_s:g} s"
+            raise QueueFull(f"{queue}: full: the jobs that have not ended reach {bound}; {again}", reply.retry_after_s)
 
     def _cancel_unseen(self, job_id: str) -> str:
         found = self._find(job_id)
@@ -161,6 +179,9 @@ class Client:
         retry = _Retry(self, deadline=None)
         while True:
             try:
+                if not self._was_reached:  # so that a lost reply is never taken for a server that is not there
+                    self._redis.ping()
+                    self._was_reached = True
                 answer = function()
             except redis.RedisError as error:
                 retry.pause(error)
@@ -179,7 +200,7 @@ class JobStream:
     def __init__(
         self, client: Client, job_id: str, timeout_s: float | None = None, on_silence: OnSilence | None = None
     ) -> None:
-        _refuse_unwritable(job_id)
+        refuse_unwritable(job_id)
         self.job_id = job_id
         self.result: Result | None = None
         """Set when the iteration has come to its end."""
@@ -226,16 +247,15 @@ class _Follower:
 
     def _listen(self) -> Iterator[Delta]:
         job_id = self._job_id
-        with self._redis.pubsub() as pubsub:
-            pubsub.subscribe(self._keys.channel(job_id))
+        with subscribe(self._redis, self._keys.channel(job_id)) as subscription:
             while self.result is None and self._job_id == job_id:
-                message = pubsub.get_message(timeout=self._wait_s())
-                if message is None:
+                heard = hear(subscription, self._wait_s())
+                if heard is None:
                     yield from self._catch_up(self._is_ahead)
                     if self._on_silence and self.result is None:
                         self._on_silence(self._state)
-                elif message["type"] == "message":
-                    yield from self._take(message["data"])
+                elif heard[0] == "message":
+                    yield from self._take(heard[1])
                 else:  # a confirmation: our first, or another after redis-py has reconnected by itself
                     yield from self._catch_up(self._is_unread)
 
@@ -335,34 +355,13 @@ class _Retry:
         time.sleep(pause_s)
 
     def _may_pass(self, error: redis.RedisError) -> bool:
-        if isinstance(error, (redis.AuthenticationError, redis.exceptions.AuthorizationError)):
+        if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
             return False
         if isinstance(error, (redis.BusyLoadingError, redis.ReadOnlyError, redis.OutOfMemoryError)):
             return True
         if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
             return self._client._was_reached
-        return str(error).startswith(_PASSING)
-
-
-def unavailable(client: Any, error: redis.RedisError) -> ServerUnavailable:
-    """What to tell people: host and port, or path (never the URL, which may hold a password), the reason, the remedy."""
-    kwargs = client.connection_pool.connection_kwargs
-    where = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
-    reason = next(iter(str(error).splitlines()), "")[:200].rstrip(" .:;") or "does not answer"
-    return ServerUnavailable(f"redis server {where}: {reason}; {_remedy(error)}")
-
-
-def _remedy(error: redis.RedisError) -> str:
-    said = str(error)
-    if isinstance(error, (AuthenticationError, AuthorizationError)) or said.startswith(("NOAUTH", "WRONGPASS")):
-        return "mend user name and password in its URL"
-    if "DB index" in said:
-        return "mend the database number at the end of its URL"
-    if isinstance(error, ResponseError) or not isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
-        return "it answers, but not this: mend its settings, or give the URL of another"
-    if isinstance(error, redis.BusyLoadingError) or "max number of clients" in said:
-        return "it is busy: try again later, or give the URL of another"
-    return "start one with `worker redis`, or give the URL of another"
+        return (error.status_code or str(error)).startswith(_PASSING)
 
 
 def _plain(messages: object) -> object:
@@ -372,7 +371,7 @@ def _plain(messages: object) -> object:
     return [dict(message) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _check_bounds(idempotency_key: object, max_queued: object) -> None:
+def _check_bounds(idempotency_key: object, max_queued: object, delay_s: object) -> None:
     if idempotency_key is not None:
         if type(idempotency_key) is not str:
             raise InvalidJob("idempotency_key", type(idempotency_key).__name__, "text of 1 to 512 characters")
@@ -380,8 +379,13 @@ def _check_bounds(idempotency_key: object, max_queued: object) -> None:
             raise InvalidJob("idempotency_key", f"text of {len(idempotency_key)}", "1 to 512 characters")
     if max_queued is not None and (type(max_queued) is not int or not 0 <= max_queued <= 2**53):
         raise InvalidJob("max_queued", type(max_queued).__name__, "an integer of 0 or more")
+    if type(delay_s) not in (int, float):
+        raise InvalidJob("delay_s", type(delay_s).__name__, "a number of seconds")
+    if not 0 <= delay_s <= MAX_DELAY_S:  # type: ignore[operator]  # which NaN is not either
+        raise InvalidJob("delay_s", delay_s, f"0 to {MAX_DELAY_S}, which is {MAX_DELAY_S // 86_400} days")
 
 
-def _refuse_unwritable(job_id: str) -> None:
+def refuse_unwritable(job_id: str) -> None:
+    """`UnknownJob` for an id that no key can hold."""
     if has_lone_surrogate(job_id):
         raise UnknownJob(f"job {job_id!r}: no id can hold a lone surrogate")

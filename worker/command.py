@@ -8,6 +8,7 @@ and 141, without a word, when nobody reads the output any more: that of a proces
 
 import math
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,8 +16,10 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 import redis
+from click.core import ParameterSource
 
 from engine.errors import ConfigError, EngineError, RequestRefused
+from worker.connection import hide_password
 from worker.errors import (
     EngineUnavailable,
     InvalidJob,
@@ -102,6 +105,11 @@ def _give_up_output(error: OSError) -> int:
     return FAILED
 
 
+def plain(text: str) -> str:
+    """`text` with a mark for each character that is not printable, so that what others wrote cannot steer a terminal."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
 def note(message: str) -> None:
     """Say one line on stderr."""
     click.echo(f"worker: {' '.join(message.split())}", err=True)
@@ -150,8 +158,32 @@ def queue_options(function: F) -> F:
     """Which server and which queue."""
     function = option("--queue", default=DEFAULT_QUEUE, help="Name of the queue.")(function)
     return option(
-        "--redis-url", default=DEFAULT_REDIS_URL, metavar="URL", help="redis://, rediss:// or unix:// URL of the server."
+        "--redis-url",
+        default=DEFAULT_REDIS_URL,
+        metavar="URL",
+        help="URL of the server: redis, rediss, unix, redis+sentinel, redis+cluster.",
     )(function)
+
+
+def command_line(*words: str) -> str:
+    """`words` for the server and queue of the running command, as a line that works as it stands and holds no password."""
+    context = click.get_current_context()
+    line = list(words)
+    if context.get_parameter_source("queue") is not ParameterSource.DEFAULT:
+        line += ["--queue", context.params["queue"]]
+    option, where = server_words()
+    return f"`{shlex.join(line + option)}`{where}"
+
+
+def server_words() -> tuple[list[str], str]:
+    """The option that names the running command's server, or, as a URL with a password is not shown, what to say beside it."""
+    context = click.get_current_context()
+    if context.get_parameter_source("redis_url") is ParameterSource.DEFAULT:
+        return [], ""
+    url = context.params["redis_url"]
+    if hide_password(url) != url:
+        return [], " and the server's URL in SLOTMILL_REDIS_URL"
+    return ["--redis-url", url], ""
 
 
 def run(group: click.Group, args: Sequence[str] | None = None) -> int:

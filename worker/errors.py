@@ -6,6 +6,7 @@ SlotmillError
 ├── InvalidOption      an option of the worker or the command line that cannot work; exit code 2
 ├── UnknownJob         no such job on this queue (never there, or its result has expired)
 ├── QueueFull          the bounded queue takes no more for now; carries `retry_after_s`
+│   └── QueueClosed        it takes none until it is reopened: it is being drained
 ├── ProtocolError      a frame or result that this version cannot read
 ├── ServerUnavailable  no usable Redis server; exit code 5
 ├── EngineUnavailable  the engine did not start or is gone; exit code 6
@@ -53,6 +54,10 @@ class QueueFull(SlotmillError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QueueClosed(QueueFull):
+    """The queue is being drained; nobody knows until when."""
 
 
 class ProtocolError(SlotmillError):

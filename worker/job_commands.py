@@ -5,7 +5,8 @@ that it can be piped; what went wrong is on stderr.
 """
 
 import json
-import shlex
+import math
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -15,12 +16,26 @@ from typing import IO, Any
 
 import click
 import redis
-from click.core import ParameterSource
 
-from worker.broker import Broker, connect
+from worker.broker import Broker
 from worker.client import Client
-from worker.command import CANCELLED, FAILED, SECONDS, Command, Group, fail, note, option, queue_options, say
-from worker.errors import InvalidOption
+from worker.command import (
+    BAD_INPUT,
+    CANCELLED,
+    FAILED,
+    SECONDS,
+    Command,
+    Group,
+    command_line,
+    fail,
+    note,
+    option,
+    plain,
+    queue_options,
+    say,
+)
+from worker.connection import connect
+from worker.errors import InvalidOption, QueueClosed, QueueFull, UnknownJob, WaitTimeout
 from worker.frames import Result
 from worker.keys import LANES
 from worker.wire import encode_body, parse_body
@@ -56,7 +71,11 @@ SHOWN_IDS = 3
 @option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
 @option("--include-stop", is_flag=True, help="Keep the stop text in the answer.")
 @option("--deadline-s", type=SECONDS, default=None, help="Seconds from now after which a job expires.")
+@option("--delay-s", type=SECONDS, default=0.0, help="Seconds from now before which a job does not start.")
+@option("--max-queued", type=click.IntRange(0, 2**53), default=None, help="Add nothing while so many jobs have not ended.")
+@option("--wait-for-room", is_flag=True, help="Wait while the queue is full.")
 @click.option("--id", "job_id", default=None, help="Id of the job, for one prompt; the same id again adds nothing.")
+@click.option("--idempotency-key", default=None, help="For one prompt; the same key again within a day adds nothing.")
 def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: Any) -> None:
     """Add one job for each PROMPT and print its id, or its answer."""
     texts = [*prompts, *_lines(options["file"])]
@@ -64,12 +83,14 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
         raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f, or standard input with -f -")
     if options["job_id"] and len(texts) > 1:
         raise InvalidOption(f"--id: {options['job_id']}: {len(texts)} prompts; an id is for one")
+    if options["idempotency_key"] and len(texts) > 1:
+        raise InvalidOption(f"--idempotency-key: {len(texts)} prompts; a key is for one")
     bodies = [_body(text, options) for text in texts]
     for body in bodies:  # all before the first is added
         parse_body(body)
         encode_body(body)
     how = {"follow": options["follow"], "as_json": options["as_json"]}
-    with connect(redis_url) as server, _Answers(server, queue, options["timeout_s"], **how) as answers:
+    with connect(redis_url, queue) as server, _Answers(server, queue, options["timeout_s"], **how) as answers:
         _add(answers, bodies, options)
         if options["follow"] or options["wait"]:
             answers.show()
@@ -78,12 +99,31 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
 def _add(answers: "_Answers", bodies: list[dict[str, Any]], options: dict[str, Any]) -> None:
     """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout."""
     for body in bodies:
-        job_id = answers.client.enqueue(**body)
+        job_id = _put(answers, body, options)
         answers.job_ids.append(job_id)
         if not options["follow"] and not options["wait"]:
             say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
         elif len(bodies) > 1 or sys.stderr.isatty():
             note(f"job {job_id}")
+
+
+def _put(answers: "_Answers", body: dict[str, Any], options: dict[str, Any]) -> str:
+    """Add one job, where told to as soon as there is room; its id. A closed queue is not waited for: nobody knows how long."""
+    how = {name: options[name] for name in ("delay_s", "max_queued", "idempotency_key")}
+    until = math.inf if options["timeout_s"] is None else time.monotonic() + options["timeout_s"]
+    while True:
+        try:
+            return answers.client.enqueue(**body, **how)
+        except QueueClosed:
+            raise
+        except QueueFull as full:
+            if not options["wait_for_room"]:
+                raise
+            answers.tell_full()
+            pause_s = full.retry_after_s * random.uniform(1.0, 1.5)  # so that producers do not come back at once
+            if time.monotonic() + pause_s > until:
+                raise WaitTimeout(f"{full}; --timeout-s is over") from None
+            time.sleep(pause_s)
 
 
 @click.group(cls=Group)
@@ -97,13 +137,13 @@ def job() -> None:
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
     """Print what the server knows of a job."""
-    with connect(redis_url) as server, Client(server, queue) as client:
+    with connect(redis_url, queue) as server, Client(server, queue) as client:
         known = {"id": job_id, "state": client.state(job_id)} | Broker(server, queue, "client").job(job_id)
     if as_json:
         say(json.dumps(known))
     else:
         width = max(map(len, known))
-        say("\n".join(f"{name:{width}}  {value}" for name, value in known.items()))
+        say("\n".join(f"{name:{width}}  {plain(value)}" for name, value in known.items()))
 
 
 @job.command()
@@ -113,7 +153,10 @@ def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Stream a job's answer from its first token to its end."""
-    with connect(redis_url) as server, _Answers(server, queue, timeout_s, job_id, follow=True, as_json=as_json) as answers:
+    with (
+        connect(redis_url, queue) as server,
+        _Answers(server, queue, timeout_s, job_id, follow=True, as_json=as_json) as answers,
+    ):
         answers.show()
 
 
@@ -123,8 +166,19 @@ def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: f
 def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str) -> None:
     """Ask for the end of one or more jobs, and print the state that each was in."""
     with Client(redis_url, queue) as client:
-        for job_id in job_ids:
-            say(client.cancel(job_id))
+        unknown = [job_id for job_id in job_ids if not _cancel(client, job_id)]
+    if unknown:
+        raise click.exceptions.Exit(BAD_INPUT)
+
+
+def _cancel(client: Client, job_id: str) -> bool:
+    """Ask for one end; whether the queue knows the job. One that it does not know keeps none of the others."""
+    try:
+        say(client.cancel(job_id))
+    except UnknownJob as unknown:
+        note(str(unknown))
+        return False
+    return True
 
 
 @job.command()
@@ -134,7 +188,10 @@ def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str) -> None:
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
 def result(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
     """Wait for a job's end and print its answer."""
-    with connect(redis_url) as server, _Answers(server, queue, timeout_s, job_id, follow=False, as_json=as_json) as answers:
+    with (
+        connect(redis_url, queue) as server,
+        _Answers(server, queue, timeout_s, job_id, follow=False, as_json=as_json) as answers,
+    ):
         answers.show()
 
 
@@ -171,8 +228,8 @@ class _Answers:
         self, server: redis.Redis, queue: str, timeout_s: float | None, *job_ids: str, follow: bool, as_json: bool
     ) -> None:
         self.client = Client(server, queue)
+        self._server: Any = server  # redis-py's types cannot tell its sync replies from awaitables
         self.job_ids = list(job_ids)
-        self._server = server
         self._queue = queue
         self._broker = Broker(server, queue, "client")
         self._timeout_s = timeout_s
@@ -182,6 +239,7 @@ class _Answers:
         self._is_inside_line = False
         self._started = time.monotonic()
         self._was_told_unserved = False
+        self._was_told_full = False
 
     def __enter__(self) -> "_Answers":
         return self
@@ -190,6 +248,12 @@ class _Answers:
         if isinstance(error, KeyboardInterrupt):
             self._end_line()
             fail(self._what_goes_on(), CANCELLED)
+
+    def tell_full(self) -> None:
+        """Tell once that the queue is full."""
+        if not self._was_told_full:
+            self._was_told_full = True
+            note(f"queue {self._queue} is full; waiting for room")
 
     def show(self) -> None:
         num_failed = 0
@@ -241,13 +305,19 @@ class _Answers:
             say()
 
     def _on_silence(self, state: str | None) -> None:
-        """Tell once that nobody takes the job: a misspelt queue looks like a slow one."""
-        if self._was_told_unserved or state not in (None, "queued") or time.monotonic() - self._started < UNSERVED_S:
+        """Tell once why nobody takes the job: a misspelt queue, or a paused one, looks like a slow one."""
+        if self._was_told_unserved or state not in (None, "queued", "delayed") or time.monotonic() - self._started < UNSERVED_S:
             return
-        if not self._broker.has_worker():
+        if why := self._why_nobody_takes_it():
             self._was_told_unserved = True
-            start = self._command("worker", "start")
-            note(f"no worker serves queue {self._queue} yet; waiting; start one with {start}")
+            note(why)
+
+    def _why_nobody_takes_it(self) -> str | None:
+        if not self._broker.has_worker():
+            return f"no worker serves queue {self._queue} yet; waiting; start one with {command_line('worker', 'start')}"
+        if self._server.hget(self._broker.keys.config, "paused") == b"1":
+            return f"queue {self._queue} is paused; waiting; {command_line('worker', 'queue', 'resume')} ends that"
+        return None
 
     def _what_goes_on(self) -> str:
         """The jobs that were not shown and have not ended, and what ends them."""
@@ -261,20 +331,7 @@ class _Answers:
         shown, more = jobs[:SHOWN_IDS], len(jobs) - SHOWN_IDS
         rest = f", and {more} more like it" if more > 0 else ""
         goes_on = "the job goes on: end it" if len(jobs) == 1 else f"{len(jobs)} jobs go on: end them"
-        return f"left; {goes_on} with {self._command('worker', 'job', 'cancel', *shown)}{rest}"
-
-    def _command(self, *words: str) -> str:
-        """A command line for the same server and queue, that works as it stands and holds no password."""
-        context = click.get_current_context()
-        given = {name for name in ("queue", "redis_url") if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-        line, where = list(words), ""
-        if "queue" in given:
-            line += ["--queue", self._queue]
-        if "redis_url" in given and self._server.connection_pool.connection_kwargs.get("password"):
-            where = " and the server's URL in SLOTMILL_REDIS_URL"
-        elif "redis_url" in given:
-            line += ["--redis-url", context.params["redis_url"]]
-        return f"`{shlex.join(line)}`{where}"
+        return f"left; {goes_on} with {command_line('worker', 'job', 'cancel', *shown)}{rest}"
 
 
 def _explain(ended: Result) -> None:

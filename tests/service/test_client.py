@@ -3,20 +3,29 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import pytest
 import redis
 from redis.client import PubSub
 
 from tests.support.server import BrokerMaker, brokers, drop_queue, embedded_server, wait_written
+from tests.support.streams import Reader, Work, ids
 from tests.support.wait import wait_until
 from worker import broker as broker_module
-from worker.broker import Broker, Delivery, Emission, Finish, connect
+from worker.broker import Broker, EnqueueReply
 from worker.client import Client, Delta
+from worker.connection import connect
 from worker.embedded import EmbeddedServer
-from worker.errors import InvalidJob, InvalidOption, QueueFull, ServerUnavailable, SlotmillError, UnknownJob, WaitTimeout
-from worker.frames import Choice, ControlFrame, Frame, Result, TokenFrame, Usage, encode_frame, encode_result
+from worker.errors import (
+    InvalidJob,
+    InvalidOption,
+    QueueClosed,
+    QueueFull,
+    ServerUnavailable,
+    UnknownJob,
+    WaitTimeout,
+)
+from worker.frames import ControlFrame, Result
 from worker.keys import Keys
 from worker.wire import decode_job
 
@@ -27,97 +36,6 @@ SECRET = "s3cret-pa55"
 def client(redis_url: str, queue: str) -> Iterator[Client]:
     with Client(redis_url, queue) as made:
         yield made
-
-
-@dataclass
-class Work:
-    """One attempt at a job, played by hand. Token k is 100 + k, its text the k-th letter."""
-
-    broker: Broker
-    delivery: Delivery
-    n: int = 0
-    streams: bool = True
-    statuses: list[str] = field(default_factory=list)
-
-    @classmethod
-    def claim(cls, broker: Broker) -> "Work":
-        [delivery] = wait_until(lambda: broker.fetch(1), message="a job to claim")
-        work = cls(broker, delivery, delivery.num_logged)
-        work.emit(ControlFrame(delivery.attempt, "start"), 0)
-        return work
-
-    def emit(self, frame: Frame, num_tokens: int, publish: bool = True) -> None:
-        job = self.delivery
-        data = encode_frame(frame)
-        emission = Emission(job.job_id, job.lease, job.attempt, self.n, self.n + num_tokens, data, publish and self.streams)
-        self.statuses.append(self.broker.emit([emission])[0].status)
-        self.n += num_tokens
-
-    def tokens(self, count: int = 1, reason: str | None = None, publish: bool = True) -> None:
-        start, stop = self.n, self.n + count
-        self.emit(
-            TokenFrame(self.delivery.attempt, 0, start, ids(start, stop), text(start, stop), start, reason), count, publish
-        )
-
-    def finish(self, state: str = "succeeded", reason: str = "stop", choices: bool = True) -> Result:
-        job = self.delivery
-        given = (Choice(0, text(0, self.n), ids(0, self.n), reason),) if choices else ()
-        result = Result(id=job.job_id, state=state, choices=given, usage=Usage(5, self.n), worker="me")
-        end = ControlFrame(job.attempt, "end", state, "", result.usage)
-        assert self.broker.finish([Finish(job, state, "", encode_result(result), encode_frame(end), expected_n=self.n)]) == [
-            "ok"
-        ]
-        return result
-
-
-def ids(start: int, stop: int) -> tuple[int, ...]:
-    return tuple(range(100 + start, 100 + stop))
-
-
-def text(start: int, stop: int) -> str:
-    return "".join(chr(0x4E00 + k) for k in range(start, stop))
-
-
-class Reader:
-    """Reads a stream on a thread of its own, and checks that each delta begins where the last one ended."""
-
-    def __init__(self, client: Client, job_id: str, timeout_s: float | None = 30.0) -> None:
-        self.stream = client.stream(job_id, timeout_s)
-        self.deltas: list[Delta] = []
-        self.error: Exception | None = None
-        self.ids: list[int] = []
-        self.text = ""
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            for delta in self.stream:
-                self._take(delta)
-        except (SlotmillError, redis.RedisError, AssertionError) as error:
-            self.error = error
-
-    def _take(self, delta: Delta) -> None:
-        if delta.is_restart:
-            self.ids, self.text = self.ids[: delta.index], self.text[: delta.offset]
-        assert (delta.index, delta.offset) == (len(self.ids), len(self.text)), delta
-        self.ids += delta.token_ids
-        self.text += delta.text
-        self.deltas.append(delta)
-
-    def wait_for(self, num_tokens: int) -> None:
-        wait_until(lambda: len(self.ids) >= num_tokens or self.error, message=f"{num_tokens} tokens read")
-
-    def join(self) -> "Reader":
-        self._thread.join(30)
-        assert not self._thread.is_alive(), "the stream does not end"
-        if self.error:
-            raise self.error
-        return self
-
-    def holds(self, result: Result) -> bool:
-        [choice] = result.choices
-        return (tuple(self.ids), self.text, self.stream.result) == (choice.token_ids, choice.text, result)
 
 
 @pytest.fixture
@@ -173,9 +91,39 @@ def test_the_same_id_or_idempotency_key_again_is_the_same_job(client: Client, br
 
 def test_a_full_queue_is_told_with_when_to_come_again(client: Client) -> None:
     client.enqueue("Hi", max_queued=1)
-    with pytest.raises(QueueFull, match="1 jobs have not ended, which is max_queued; come again in") as full:
+    with pytest.raises(
+        QueueFull, match="full: the jobs that have not ended reach max_queued, 1, or the queue's own limit; come again in"
+    ) as full:
         client.enqueue("Hi", max_queued=1)
     assert full.value.retry_after_s > 0
+
+
+def test_a_closed_queue_is_told_from_a_full_one(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broker, "enqueue", lambda *_args, **_how: EnqueueReply("closed", "k"))
+    with pytest.raises(
+        QueueClosed, match=r"closed: it takes no jobs while it is drained; `worker queue resume --queue \S+` reopens it"
+    ) as full:
+        client.enqueue("Hi")
+    assert full.value.retry_after_s > 0
+
+
+def test_the_limit_that_a_queue_has_by_itself_is_told_as_such(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broker, "enqueue", lambda *_args, **_how: EnqueueReply("full", "k", 2.5))
+    with pytest.raises(QueueFull, match=r"reach the queue's own limit; come again in 2\.5 s"):
+        client.enqueue("Hi")
+
+
+def test_a_delay_reaches_the_server(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(Broker, "enqueue", lambda *_, **how: given.append(how["delay_s"]) or EnqueueReply("delayed", "k"))
+    assert [client.enqueue("Hi"), client.enqueue("Hi", delay_s=30 * 86_400)] == ["k", "k"]
+    assert given == [0.0, 30 * 86_400]
+
+
+@pytest.mark.parametrize("delay_s", [-1, 30 * 86_400 + 1, float("nan"), float("inf"), "1", True, None], ids=repr)
+def test_a_delay_that_cannot_be_kept_is_refused(client: Client, delay_s: object) -> None:
+    with pytest.raises(InvalidJob, match=r"^delay_s: "):
+        client.enqueue("Hi", delay_s=delay_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["", "x" * 513, "\ud800"], ids=["empty", "long", "surrogate"])
@@ -533,6 +481,24 @@ def test_a_wait_ends_in_time(client: Client, wait: Callable[[Client, str], objec
     job_id = client.enqueue("Hi")
     with pytest.raises(WaitTimeout, match=f"job {job_id}: has not ended in the time given"):
         wait(client, job_id)
+
+
+def test_a_delayed_job_is_followed_to_its_end(
+    client: Client, broker: Broker, redis_client: redis.Redis, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.client.CHECK_S", 0.02)
+    job_id, states = client.enqueue("Hi"), []
+    redis_client.hset(Keys(queue).job(job_id), "state", "delayed")
+
+    def on_silence(state: str | None) -> None:
+        states.append(state)
+        redis_client.hset(Keys(queue).job(job_id), "state", "queued")
+        if len(states) == 1:
+            Work.claim(broker).finish()
+
+    assert client.state(job_id) == "delayed"
+    assert client.result(job_id, 10, on_silence=on_silence).state == "succeeded"
+    assert states == ["delayed"]
 
 
 def test_a_silence_is_told_with_the_jobs_state(client: Client, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

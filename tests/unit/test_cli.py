@@ -1,10 +1,14 @@
 """The command line: options, environment, exit codes, one-line errors."""
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -12,11 +16,14 @@ import redis
 
 from engine.errors import ConfigError, ModelUnsupported
 from worker import cli, command, process
-from worker.broker import Broker, Finish
+from worker.broker import Broker, EnqueueReply
+from worker.claims import Finish
 from worker.client import Client
+from worker.connection import connect
 from worker.errors import EngineUnavailable, InvalidJob, InvalidOption, ServerUnavailable, UnknownJob, WaitTimeout
 from worker.frames import Choice, ControlFrame, FinalState, Result, Usage, encode_frame, encode_result
 from worker.keys import Keys
+from worker.queue_commands import queue_group
 from worker.settings import Settings
 
 UNREACHABLE = "redis://:secret@127.0.0.1:1/0"
@@ -106,6 +113,24 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["enqueue", "a", "--deadline-s", "inf"], "--deadline-s"),
         (["enqueue", "a", "--deadline-s", "1e308"], "--deadline-s"),
         (["job", "result", "a", "--timeout-s", "nan"], "--timeout-s"),
+        (["enqueue", "a", "b", "--idempotency-key", "k"], "--idempotency-key: 2 prompts"),
+        (["enqueue", "a", "--idempotency-key", ""], "idempotency_key: text of 0"),
+        (["enqueue", "a", "--max-queued", "-1"], "--max-queued"),
+        (["enqueue", "a", "--delay-s", "nan"], "--delay-s"),
+        (["enqueue", "a", "--delay-s", "-1"], "delay_s: -1.0: 0 to 2592000"),
+        (["enqueue", "a", "--delay-s", "2592001"], "delay_s: 2592001.0: 0 to 2592000, which is 30 days"),
+        (["queue", "limit"], "worker: queue limit: Missing argument 'N|none'"),
+        (["queue", "limit", "1e3"], "limit: '1e3': a number of jobs from 0 to 9007199254740992, or none"),
+        (["queue", "limit", "9" * 16], "a number of jobs from 0"),
+        (["queue", "limit", "²"], "a number of jobs from 0"),
+        (["queue", "purge", "--lane", "urgent"], "--lane"),
+        (["queue", "drain", "--timeout-s", "nan"], "--timeout-s"),
+        (["queue", "stats", "--queue", "a b"], "queue: 'a b'"),
+        (["dead", "list", "--limit", "0"], "--limit"),
+        (["dead", "show"], "worker: dead show: Missing argument 'ID'"),
+        (["dead", "replay"], "give ids, or --all for all of them"),
+        (["dead", "replay", "a", "--all"], "give ids, or --all for all of them"),
+        (["dead", "drop", "--yes"], "give ids, or --all for all of them"),
         (["start", "--cpu", "--kv-memory", "inf"], "kv_memory: inf"),
         (["start", "--cpu", "--kv-memory", "nan"], "kv_memory: nan"),
         (["start", "--cpu", "--threads", "100000000"], "num_threads: 100000000 is outside 1..1024"),
@@ -113,6 +138,8 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["start", "--cpu", "--queue", "a\udcff"], "queue: 'a\\udcff'"),
         (["demo", "--cpu", "--gpu", "0"], "--cpu and --gpu 0 exclude each other"),
         (["redis", "--port", "0", "--data", "/proc/x"], "data: /proc/x"),
+        (["doctor", "--only", "server,moon"], "--only: 'moon' is none of server, queue, machine"),
+        (["doctor", "--queue", "a b"], "queue: 'a b'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -126,7 +153,26 @@ def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: 
 
 @pytest.mark.parametrize(
     "args",
-    [["enqueue", "a"], ["job", "show", "a"], ["job", "cancel", "a"], ["job", "result", "a"], ["demo", "--cpu", "--plain"]],
+    [
+        ["enqueue", "a"],
+        ["job", "show", "a"],
+        ["job", "cancel", "a"],
+        ["job", "result", "a"],
+        ["demo", "--cpu", "--plain"],
+        ["queue", "stats"],
+        ["queue", "pause"],
+        ["queue", "resume"],
+        ["queue", "drain"],
+        ["queue", "purge", "--yes"],
+        ["queue", "limit", "3"],
+        ["dead", "list"],
+        ["dead", "show", "a"],
+        ["dead", "replay", "a"],
+        ["dead", "drop", "--all", "--yes"],
+        ["doctor"],
+        ["doctor", "--only", "queue"],
+    ],
+    ids=" ".join,
 )
 def test_no_server_is_code_5_in_one_line_without_the_password(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(cli.cli, [*args, "--redis-url", UNREACHABLE]) == 5
@@ -230,6 +276,19 @@ def test_worker_redis_prints_its_url_and_leaves_at_sigterm(tmp_path: Path) -> No
         assert server.wait(10) == 0
 
 
+def test_worker_redis_tells_a_killed_server_from_one_that_gave_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "worker.cli", "redis", "--port", "0", "--data", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        with connect(parent.stdout.readline().strip()) as server:
+            os.kill(server.info("server")["process_id"], signal.SIGKILL)
+        assert (
+            parent.communicate(timeout=10)[1]
+            == "worker: server: killed by signal 9; started with --data it goes on from there\n"
+        )
+        assert parent.returncode == 5
+
+
 @pytest.fixture
 def on_queue(redis_url: str, queue: str) -> list[str]:
     return ["--redis-url", redis_url, "--queue", queue]
@@ -294,6 +353,14 @@ def test_ctrl_c_names_no_job_that_has_ended_and_counts_those_that_are_many(
     assert last.endswith("`, and 2 more like it")
 
 
+def test_what_a_producer_wrote_cannot_steer_the_terminal(
+    redis_client: redis.Redis, on_queue: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Client(redis_client, on_queue[3]).enqueue("Hi", id="a", tenant="\x1b[2J")
+    assert command.run(cli.cli, ["job", "show", "a", *on_queue]) == 0
+    assert "\ufffd[2J" in capsys.readouterr().out
+
+
 def test_a_hint_holds_no_password(
     redis_client: redis.Redis, on_queue: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,10 +376,83 @@ def test_a_hint_holds_no_password(
     assert f"--queue {on_queue[3]}` and the server's URL in SLOTMILL_REDIS_URL" in shown
 
 
+def test_a_hint_holds_no_password_that_is_not_the_server_s_own() -> None:
+    url = "redis+sentinel://a/m?sentinel_password=s3cret"
+    with queue_group.commands["pause"].make_context("pause", ["--redis-url", url]):
+        assert command.command_line("worker", "start") == "`worker start` and the server's URL in SLOTMILL_REDIS_URL"
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.client.CHECK_S", 0.02)
     monkeypatch.setattr("worker.job_commands.UNSERVED_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_delayed_job_that_nobody_serves_is_told_too(
+    on_queue: list[str], redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Broker(redis_client, on_queue[3], "producer").enqueue("k", "normal", b"", delay_s=60)
+    assert command.run(cli.cli, ["job", "tail", "k", "--timeout-s", "0.5", *on_queue]) == 4
+    assert "no worker serves queue" in capsys.readouterr().err
+
+
+def test_a_full_queue_is_code_1_in_one_line(on_queue: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cli.cli, ["enqueue", "a", "b", "--max-queued", "1", *on_queue]) == 1
+    [told] = capsys.readouterr().err.splitlines()
+    assert "full: the jobs that have not ended reach max_queued, 1, or the queue's own limit; come again in" in told
+
+
+def test_room_in_a_full_queue_is_waited_for_and_told_once(
+    on_queue: list[str], broker: Broker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+
+    def until_the_third_pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            finish(broker, "succeeded")
+
+    monkeypatch.setattr("worker.job_commands.time", SimpleNamespace(sleep=until_the_third_pause, monotonic=time.monotonic))
+    assert command.run(cli.cli, ["enqueue", "a", "b", "--max-queued", "1", "--wait-for-room", *on_queue]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2
+    assert shown.err == f"worker: queue {on_queue[3]} is full; waiting for room\n"
+    assert all(1.0 <= seconds <= 1.5 for seconds in pauses)
+
+
+def test_a_closed_queue_is_not_waited_for(
+    on_queue: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Broker, "enqueue", lambda *_args, **_how: EnqueueReply("closed", "k"))
+    assert command.run(cli.cli, ["enqueue", "a", "--wait-for-room", *on_queue]) == 1
+    told = f"closed: it takes no jobs while it is drained; `worker queue resume --queue {on_queue[3]}` reopens it"
+    assert told in capsys.readouterr().err
+
+
+def test_the_wait_for_room_has_a_limit_where_one_is_given(
+    redis_url: str, queue: str, broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.enqueue("only", "normal", b"")
+    args = ["enqueue", "a", "--max-queued", "1", "--wait-for-room", "--timeout-s", "0.1"]
+    assert command.run(cli.cli, [*args, "--redis-url", redis_url, "--queue", queue]) == 4
+    assert "full" in capsys.readouterr().err
+
+
+def test_delay_bound_and_key_reach_the_client(
+    on_queue: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(Client, "enqueue", lambda _client, **how: given.append(how) or "k")
+    assert (
+        command.run(cli.cli, ["enqueue", "a", "--delay-s", "1.5", "--max-queued", "9", "--idempotency-key", "once", *on_queue])
+        == 0
+    )
+    assert {name: given[0][name] for name in ("delay_s", "max_queued", "idempotency_key")} == {
+        "delay_s": 1.5,
+        "max_queued": 9,
+        "idempotency_key": "once",
+    }
 
 
 @pytest.mark.usefixtures("impatient")
@@ -324,6 +464,26 @@ def test_a_queue_that_nobody_serves_is_told_once(on_queue: list[str], how: str, 
     assert told.startswith(
         f"worker: no worker serves queue {queue} yet; waiting; start one with `worker start --queue {queue} --"
     )
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_paused_queue_is_told_with_what_resumes_it(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.heartbeat({"state": "serving"})
+    assert command.run(cli.cli, ["queue", "pause", *on_queue]) == 0
+    assert command.run(cli.cli, ["enqueue", "--wait", "a", "--timeout-s", "0.5", *on_queue]) == 4
+    told, _timeout = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"worker: queue {on_queue[3]} is paused; waiting; `worker queue resume --queue {on_queue[3]} --")
+
+
+def test_an_unknown_job_does_not_keep_others_from_being_cancelled(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(cli.cli, ["enqueue", "a", "--id", "known", *on_queue]) == 0
+    assert command.run(cli.cli, ["job", "cancel", "unknown", "known", *on_queue]) == 2
+    assert [job.ending for job in broker.fetch(1)] == ["cancelled"]
+    assert "job unknown: not on queue" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("impatient")
