@@ -1,4 +1,4 @@
-"""The command line: `worker start`, `enqueue`, `job`, `redis`, `model`, `demo`.
+"""The command line: `worker start`, `enqueue`, `job`, `queue`, `dead`, `redis`, `model`, `doctor`, `demo`.
 
 Relies on `command` for what commands share. Leaves the work to the modules that each command imports when it runs, so that
 `worker --help` is quick and no client command loads what the worker needs.
@@ -17,8 +17,10 @@ import click
 from engine.config import CHOICES, EngineConfig
 from worker import log
 from worker.command import Group, is_verbose, option, queue_options, run, say
+from worker.doctor import doctor
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.job_commands import enqueue, job
+from worker.queue_commands import dead_group, queue_group
 from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, ENGINE_COMMAND, Settings, visible_gpus
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
@@ -49,6 +51,7 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
 @option("--served-name", default=None, help="What jobs call the model. Default: the value of --model.")
 @queue_options
+@option("--partitions", type=int, default=1, help="Queues that the queue is split into; producers need the same number.")
 @option("--gpu", default=None, metavar="N[,N...]", help="GPUs to use, an engine on each. Default: 0 where one is visible.")
 @option("--cpu", is_flag=True, default=False, help="Use the CPU.")
 @option("--engines", type=click.IntRange(1, 64), default=1, help="Engines that share the CPU's cores.")
@@ -83,9 +86,11 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores.")
 @option("--tensor-parallel", type=int, default=1, help="GPUs (or CPU processes) that share one model.")
 @option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
+@option("--stall-s", type=float, default=60.0, help="Seconds without a step after which an engine with work is killed.")
 @option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
 @click.option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
 @option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
+@option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker.")
 @option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
 @option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers.")
@@ -93,6 +98,7 @@ def start(
     *,
     redis_url: str,
     queue: str,
+    partitions: int,
     model: str,
     served_name: str | None,
     gpu: str | None,
@@ -100,9 +106,11 @@ def start(
     engines: int,
     burst: bool,
     lease_s: float,
+    stall_s: float,
     drain_s: float,
     tenant_weight: tuple[str, ...],
     isolate_tenants: bool,
+    log_prompts: bool,
     metrics_port: int,
     metrics_host: str,
     engine_command: str | None,
@@ -116,7 +124,7 @@ def start(
     """
     from worker import process
 
-    log.configure(verbose=is_verbose())
+    log.configure(verbose=is_verbose(), prompts=log_prompts)
     devices = _devices(gpu, cpu=cpu, num_engines=engines, per_engine=tensor_parallel)
     shared = {"model": model, "device": devices[0], "num_threads": threads, "tensor_parallel": tensor_parallel}
     settings = Settings(
@@ -124,11 +132,13 @@ def start(
         devices=devices,
         redis_url=redis_url,
         queue=queue,
+        partitions=partitions,
         served_name=served_name,
         tenant_weights=_weights(tenant_weight),
         isolate_tenants=isolate_tenants,
         burst=burst,
         lease_s=lease_s,
+        stall_s=stall_s,
         drain_s=drain_s,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
@@ -139,6 +149,8 @@ def start(
 
 cli.add_command(enqueue)
 cli.add_command(job)
+cli.add_command(queue_group)
+cli.add_command(dead_group)
 
 
 @cli.command("redis", short_help="Run a server in the foreground.")
@@ -152,10 +164,12 @@ def redis_server(port: int, data: Path | None) -> None:
     try:
         with EmbeddedServer(data, port or None) as server:
             say(server.url)
-            while os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            while (end := os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
                 time.sleep(0.5)
     except KeyboardInterrupt:
         return
+    if end.si_code != os.CLD_EXITED:
+        raise ServerUnavailable(f"server: killed by signal {end.si_status}; started with --data it goes on from there")
     raise ServerUnavailable("server: it ended by itself; its data directory may be full or in use")
 
 
@@ -171,6 +185,9 @@ def model_path(name: str) -> None:
     from engine.model import resolve
 
     say(str(resolve(name)))
+
+
+cli.add_command(doctor)
 
 
 def _devices(gpu: str | None, *, cpu: bool, num_engines: int, per_engine: int) -> tuple[str, ...]:

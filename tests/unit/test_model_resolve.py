@@ -10,7 +10,7 @@ import pytest
 
 from engine import gguf, model, model_cache
 from engine.errors import ConfigError, ModelUnsupported
-from engine.model import resolve
+from engine.model import locate, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_written_is_said_with_the_remedy(tmp_path, monkey
 def test_a_hugging_face_id_is_fetched_as_bin_when_there_are_no_safetensors(tmp_path, monkeypatch):
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **options: object) -> str:
         asked.append(allow_patterns)
         if "*.bin" in allow_patterns:
             (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -165,6 +165,41 @@ def test_a_hugging_face_id_is_fetched_as_bin_when_there_are_no_safetensors(tmp_p
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve("facebook/opt-125m") == tmp_path
     assert ["*.safetensors" in asked[0], "*.bin" in asked[1], len(asked)] == [True, True, 2]
+
+
+def test_locating_a_model_converts_nothing(tmp_path, conversions):
+    source = gguf_file(tmp_path / "a.gguf")
+    assert locate(str(source)) == source
+    assert conversions == []
+
+
+@pytest.mark.parametrize("files", [[], ["model.safetensors"], ["pytorch_model.bin"]], ids=["none", "safetensors", "bin"])
+def test_locating_a_hugging_face_id_finds_what_was_fetched_and_fetches_nothing(tmp_path, files):
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "c0ffee"
+    (snapshot.parents[1] / "refs").mkdir(parents=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("c0ffee")
+    snapshot.mkdir(parents=True)
+    for name in ["config.json", *files]:
+        (snapshot / name).write_text("{}")
+    assert locate("a/b") == (snapshot if files else None)
+
+
+def test_locating_asks_nobody_for_what_was_never_fetched(monkeypatch):
+    asked: list[bool] = []
+
+    def snapshot_download(name: str, *, local_files_only: bool, **options: object) -> str:
+        asked.append(local_files_only)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert locate("a/b") is None
+    assert asked == [True]
+
+
+def test_locating_refuses_what_is_no_model(tmp_path):
+    (tmp_path / "a.gguf").write_text("no model")
+    with pytest.raises(ConfigError, match="does not begin with `GGUF`"):
+        locate(str(tmp_path / "a.gguf"))
 
 
 def test_finding_a_converted_model_imports_no_torch(tmp_path, conversions):
