@@ -1,11 +1,12 @@
 # Everything a new machine needs besides this file is Python >= 3.11; every target sets up what it uses.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+SCALE  ?= 5
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup fmt lint type test demo bench clean
+.PHONY: setup fmt lint type test chaos demo bench clean
 
 setup: $(STAMP)
 
@@ -33,6 +34,9 @@ type: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+chaos: setup
+	SLOTMILL_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest tests/chaos -q -s
 
 demo: setup
 	$(BIN)/worker demo

@@ -5,12 +5,15 @@ computed once.
 """
 
 import json
+import random
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,10 @@ import redis
 from tokenizers import Tokenizer
 
 from engine.model import resolve
+from tests.support.chaos import SCALE, Run
 from tests.support.greedy import generate_greedy
 from tests.support.jobs import Producer
+from tests.support.load import Asked
 from tests.support.wait import wait_until
 from tests.support.worker import WorkerUnderTest
 from worker.client import Client, Delta
@@ -30,7 +35,7 @@ NUM_TOKENS = 48
 LOAD_S = 120.0
 RUN_S = 240.0
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600 * max(1, SCALE))
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +55,16 @@ def greedy(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
     return generate_greedy(model_dir, prompts, NUM_TOKENS)
 
 
+def start_real_worker(url: str, queue: str, *options: str) -> WorkerUnderTest:
+    """A worker on SmolLM2 in fp32."""
+    engine = ("--engine-command", shlex.join((sys.executable, "-m", "engine.serve")))
+    return WorkerUnderTest("--redis-url", url, "--queue", queue, "--model", MODEL, "--dtype", "float32", *engine, *options)
+
+
 @contextmanager
 def real_worker(url: str, queue: str, *options: str) -> Iterator[WorkerUnderTest]:
-    """A worker on SmolLM2 in fp32, ready."""
-    engine = ("--engine-command", shlex.join((sys.executable, "-m", "engine.serve")))
-    worker = WorkerUnderTest("--redis-url", url, "--queue", queue, "--model", MODEL, "--dtype", "float32", *engine, *options)
+    """The same, ready."""
+    worker = start_real_worker(url, queue, *options)
     try:
         wait_until(lambda: worker.get("/readyz")[0] == 200, LOAD_S, "a ready worker")
         yield worker
@@ -120,6 +130,26 @@ def test_a_worker_killed_in_the_middle_of_8_streams_leaves_no_gap_no_repeat_and_
         assert (result.state, ids_of(result), result.attempts) == ("succeeded", expected, 2)
     ends = redis_client.xrange(f"slotmill:{{{queue}}}:done")
     assert sorted(fields[b"id"].decode() for _, fields in ends) == sorted(jobs)
+
+
+def test_workers_killed_at_random_leave_every_stream_equal_to_generate(
+    redis_url: str, queue: str, prompts: list[list[int]], greedy: list[list[int]]
+) -> None:
+    """Two workers, one killed whenever both serve; short jobs until the last kill, each of twelve prompts at least once."""
+    shortest = sorted(range(24), key=lambda i: len(prompts[i]))[:12]
+
+    def jobs(_: random.Random) -> Iterator[Asked]:
+        for i in cycle(shortest):
+            body = {"prompt_token_ids": prompts[i], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            yield Asked("real", body, [greedy[i][:24]])
+
+    start = partial(start_real_worker, redis_url, queue, "--lease-s", "2", "--max-slots", "4")
+    with Run(redis_url, queue, start, jobs, num_workers=2, num_clients=4, lease_s=2, enough=2) as run:
+        run.disturb([run.chaos.kill_worker] * int(4 * SCALE), mean_pause_s=0.5)
+        run.until_ended(int(12 * SCALE), RUN_S * SCALE)
+        told = run.check()
+
+    assert sum(of_one.result.attempts - 1 for of_one in told if of_one.result) >= 2 * SCALE
 
 
 def num_tokens(deltas: list[Delta]) -> int:

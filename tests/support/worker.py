@@ -1,6 +1,13 @@
-"""`worker start` as a process with the fake engine inside, its log, its probes and its metrics."""
+"""`worker start` as a process with the fake engine inside, its log, its probes and its metrics.
 
+A `ForkedWorker` is the same, forked from a process that has imported everything: where hundreds are started, that costs a
+fifth.
+"""
+
+import contextlib
 import json
+import multiprocessing
+import os
 import shlex
 import signal
 import subprocess
@@ -10,8 +17,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support import fake_engine
 from tests.support.wait import wait_until
 
-START = (sys.executable, "-m", "worker.cli", "start")
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["worker.cli", "worker.process", "tests.support.worker"])
 
 
 class WorkerUnderTest:
@@ -27,12 +36,19 @@ class WorkerUnderTest:
 
     def __init__(self, *options: str, delay_s: float = 0.002) -> None:
         engine = shlex.join(fake_engine.command(delay_s))
-        command = [*START, "--cpu", "--metrics-port", "0", "--engine-command", engine, *options]
-        self.process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.process, self._stderr = self._start(
+            ["start", "--cpu", "--metrics-port", "0", "--engine-command", engine, *options]
+        )
         self.log: list[dict[str, Any]] = []
         self.lines: list[str] = []
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
+
+    @staticmethod
+    def _start(args: list[str]) -> tuple[psutil.Popen, IO[bytes]]:
+        command = [sys.executable, "-m", "worker.cli", *args]
+        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return process, process.stderr
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         return [entry for entry in self.log if entry.get("event") == event]
@@ -70,7 +86,7 @@ class WorkerUnderTest:
         return self.engines()[0]
 
     def engines(self) -> list[psutil.Process]:
-        return [child for child in self.process.children() if "fake_engine.py" in " ".join(child.cmdline())]
+        return [child for child in self.process.children() if _is_engine(child)]
 
     def stop(self, how: int = signal.SIGTERM, timeout_s: float = 15.0) -> int:
         """Signal it, wait for its end, return its exit code."""
@@ -91,16 +107,67 @@ class WorkerUnderTest:
         for process in family:
             if process.is_running():
                 process.kill()
-        psutil.wait_procs(family, timeout=5)
+        wait_until(lambda: not any(map(runs, family)), 5, "the end of a worker and its engine")
         self.process.wait(5)
         self._listener.join(5)
-        self.process.stderr.close()
+        self._stderr.close()
 
     def _listen(self) -> None:
-        for raw in self.process.stderr:
+        for raw in self._stderr:
             self.lines.append(raw.decode().rstrip())
             if raw.startswith(b"{"):
                 self.log.append(json.loads(raw))
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        return "--fd" in process.cmdline()
+    return False
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended yet; one that has, and waits for an init system to note it, has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+class ForkedWorker(WorkerUnderTest):
+    """One whose start costs little."""
+
+    @staticmethod
+    def _start(args: list[str]) -> tuple["_Forked", IO[bytes]]:
+        ours, theirs = _forks.Pipe(duplex=False)
+        with theirs:
+            process = _forks.Process(target=_run, args=(theirs, args))
+            process.start()
+        return _Forked(process), os.fdopen(os.dup(ours.fileno()), "rb")
+
+
+def _run(stderr: Connection, args: list[str]) -> None:
+    from worker.cli import cli
+    from worker.command import run
+
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    sys.exit(run(cli, args))
+
+
+class _Forked(psutil.Process):
+    """A child of the fork server with what `Popen` has more than `Process`."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+        self._process = process
+        super().__init__(process.pid)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise psutil.TimeoutExpired(timeout, self.pid)
+        return code
 
 
 @contextmanager
@@ -121,7 +188,9 @@ class WorkerMaker:
         self._common = ("--redis-url", url, "--queue", queue, "--model", str(model), "--served-name", "fake")
         self.made: list[WorkerUnderTest] = []
 
-    def __call__(self, *options: str, delay_s: float = 0.002, is_awaited: bool = True) -> WorkerUnderTest:
-        worker = WorkerUnderTest(*self._common, *options, delay_s=delay_s)
+    def __call__(
+        self, *options: str, delay_s: float = 0.002, is_awaited: bool = True, kind: type[WorkerUnderTest] = WorkerUnderTest
+    ) -> WorkerUnderTest:
+        worker = kind(*self._common, *options, delay_s=delay_s)
         self.made.append(worker)
         return worker.wait_until_ready() if is_awaited else worker

@@ -9,8 +9,10 @@ import click
 import pytest
 from prometheus_client import Metric
 
-from worker import wire
+from worker import doctor_machine, doctor_queue, doctor_server, wire
 from worker.cli import cli
+from worker.doctor import SECTIONS
+from worker.findings import name_of
 from worker.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +104,7 @@ def test_environment_variables_named_exist(page: Path) -> None:
     }
     named = {name for code in code_of(page) for name in re.findall(r"SLOTMILL_[A-Z_]*[A-Z]", code)}
     of_compose = set(re.findall(r"SLOTMILL_[A-Z_]*[A-Z]", (ROOT / "docker-compose.yml").read_text()))
-    assert named <= known | of_compose | {"SLOTMILL_CACHE_DIR"}
+    assert named <= known | of_compose | {"SLOTMILL_CACHE_DIR", "SLOTMILL_CHAOS_SEED"}
 
 
 def test_the_readme_names_the_test_command() -> None:
@@ -126,6 +128,13 @@ def test_the_options_table_is_that_of_worker_start() -> None:
     }
     shown = [option for option in COMMANDS["worker start"].params if isinstance(option, click.Option) and not option.hidden]
     assert named == {option.opts[0] for option in shown}
+
+
+def test_the_table_of_checks_is_that_of_the_doctor() -> None:
+    documented = [(row[0], re.sub("`", "", row[1])) for row in table("docs/operations.md", "Doctor")]
+    modules = (doctor_server, doctor_queue, doctor_machine)
+    parts = zip(SECTIONS, modules, strict=True)
+    assert documented == [(section, name_of(check)) for section, module in parts for check in module.CHECKS]
 
 
 def test_the_metrics_table_and_the_registry_agree() -> None:
