@@ -125,8 +125,8 @@ class Handler(Protocol):
     def on_alone(self, request_id: str) -> None:
         """The time that a suspect is computed alone begins."""
 
-    def on_down(self) -> None:
-        """The engine is gone, and what was in it."""
+    def on_down(self) -> bool:
+        """The engine is gone, and what was in it. Whether it is known which request did it."""
 
     def stalled_for_s(self) -> float:
         """Seconds without a step of an engine that has work."""
@@ -205,7 +205,7 @@ class EngineSupervisor:
                     self._process = None
                     process.stop(grace_s)
             if not self._stop.is_set():
-                self._handler.on_down()
+                self._deaths -= self._handler.on_down()
                 self._stop.wait(self._backoff_s())
 
     def _serve(self, process: EngineProcess) -> None:
@@ -256,7 +256,10 @@ class EngineSupervisor:
         )
 
     def _backoff_s(self) -> float:
-        """Nothing after a first death, then 1, 2, 4 ... seconds with jitter until an engine lives long again."""
+        """Nothing after a first death, then 1, 2, 4 ... seconds with jitter until an engine lives long again.
+
+        Deaths that a request is charged with do not count: those who did nothing would wait for them.
+        """
         if self.failure is not None or self._deaths < 2:
             return 0.0
         return min(MAX_BACKOFF_S, 2.0 ** (self._deaths - 2)) * random.uniform(0.5, 1.0)

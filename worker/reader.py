@@ -112,12 +112,14 @@ class Reader:
         self.serving = serving
         self._on_change()
 
-    def on_down(self) -> None:
-        """See `bridge.Handler`. What was inside is given back: any of it may have killed the engine."""
+    def on_down(self) -> bool:
+        """See `bridge.Handler`. What was inside is given back: any of it may have killed the engine, but for who was alone."""
         self.serving = None  # before the look inside: the consumer checks it after it has put a job there
         self._metrics.engine_down(self._engine)
-        for attempt, ending in after_crash(self._inflight.inside(self._engine)):
+        ends = list(after_crash(self._inflight.inside(self._engine)))
+        for attempt, ending in ends:
             self._inflight.end(attempt, ending, inside=False)
+        return any(ending.blame == "solo" for _, ending in ends)
 
     def on_rejected(self, rejection: RequestRejected) -> None:
         """See `bridge.Handler`."""

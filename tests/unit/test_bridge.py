@@ -23,6 +23,7 @@ class Told:
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.knows_who = False
 
     def on_loading(self, phase: str) -> None:
         pass
@@ -38,8 +39,12 @@ class Told:
 
     def on_alone(self, request_id: str) -> None: ...
 
-    def on_down(self) -> None:
+    def on_down(self) -> bool:
         self.events.put("down")
+        return self.knows_who
+
+    def stalled_for_s(self) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -87,3 +92,15 @@ def test_an_engine_that_has_served_and_fails_is_started_again(supervisor: Engine
 
     assert [told.events.get(timeout=10) for _ in range(2)] == ["down", "ready"]
     assert supervisor.failure is None
+
+
+@pytest.mark.parametrize("knows_who", [True, False])
+def test_deaths_that_one_request_is_charged_with_bring_no_pause(
+    supervisor: EngineSupervisor, told: Told, knows_who: bool
+) -> None:
+    told.knows_who = knows_who
+    for _ in range(2):
+        assert told.events.get(timeout=10) == "ready"
+        supervisor.send(RAISES)
+        assert told.events.get(timeout=10) == "down"
+    assert (supervisor._backoff_s() == 0) == knows_who
