@@ -90,8 +90,10 @@ def test_a_raw_entry_is_found_cancelled_and_moved_to_its_name(broker: Broker, re
 
 def test_an_entry_ends_the_wait_for_one(broker: Broker, make_broker: BrokerMaker) -> None:
     broker.fetch(1)
-    threading.Timer(0.2, lambda: make_broker("producer").enqueue("a", "normal", b"")).start()
+    producer = threading.Timer(0.2, lambda: make_broker("producer").enqueue("a", "normal", b""))
+    producer.start()
     broker.wait_for_entry(20.0)
+    producer.join()
     assert [job.job_id for job in broker.fetch(1)] == ["a"]
 
 

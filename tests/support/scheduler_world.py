@@ -17,6 +17,7 @@ from engine.beam import num_candidates
 from engine.block_pool import NULL_BLOCK, BlockPool, extend_hashes
 from engine.config import SchedulerConfig
 from engine.decision import Ended, Sampled, ScheduledSequence, SchedulerOutput
+from engine.isolation import is_alone
 from engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 from engine.reservation import max_tokens_held
 from engine.scheduler import PreemptionCosts, Scheduler
@@ -398,16 +399,19 @@ class World:
         """A step runs the first suspect or, with request_level until its batch is over, none."""
         self._forget_suspects()
         names = {item.sequence.request.request_id for item in output.scheduled}
-        if self.steps_alone and (self.config.scheduling != "request_level" or names & set(self.steps_alone)):
-            assert names <= {next(iter(self.steps_alone))}, "a suspect does not run alone"
+        live = self.scheduler._lineup._live
+        alone = [name for name in self.steps_alone if any(map(is_alone, live[name]))]
+        is_window = any(is_alone(item.sequence) for item in output.scheduled)
+        if is_window or (alone and self.config.scheduling != "request_level"):
+            assert names <= {alone[0]}, "a suspect does not run alone"
+        assert not names or output.suspect == (alone[0] if is_window else ""), "a step says wrongly whom it runs alone"
 
     def _count_alone(self, output: SchedulerOutput) -> None:
         self._forget_suspects()
-        names = {item.sequence.request.request_id for item in output.scheduled}
         cleared = []
-        for name in names & set(self.steps_alone):
+        for name in {output.suspect} & set(self.steps_alone if output.scheduled else ()):
             live = self.scheduler._lineup._live[name]
-            is_whole = all(sequence.block_table for sequence in live if sequence.order[0] < 0)  # not what an earlier window had
+            is_whole = all(sequence.block_table for sequence in live if is_alone(sequence))  # not what an earlier window had
             self.steps_alone[name] -= is_whole and not output.num_prefill_tokens
             if not self.steps_alone[name]:
                 del self.steps_alone[name]
