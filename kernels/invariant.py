@@ -46,10 +46,15 @@ class Plan(reference.Plan):
     """As its twin in the reference: made once per step, shared by layers with the same window."""
 
     def __init__(
-        self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor, slot_mapping: Tensor | None = None
+        self,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        slot_mapping: Tensor | None = None,
+        host: reference.HostLengths | None = None,
     ) -> None:
-        """Take the arguments of `paged_attention` and `write_kv` of the same names."""
-        super().__init__(block_tables, query_start, context_lens, slot_mapping)
+        """Take what its twin takes."""
+        super().__init__(block_tables, query_start, context_lens, slot_mapping, host)
         lens = query_start.diff().long()
         self._sequences = torch.arange(len(lens), device=lens.device).repeat_interleave(lens)
         row = torch.arange(len(self._sequences), device=lens.device)

@@ -6,7 +6,8 @@ matrix product per group of rows. The caller guarantees that block tables name w
 choice between implementations are left to others.
 
 A layer of the KV cache is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, keys at 0 and values at 1 of the second axis.
-In int8 it has scales beside it, `[num_blocks, 2, block_size, num_kv_heads]` float32: what is cached is number times scale.
+In int8 and float8_e4m3fn it has scales beside it, `[num_blocks, 2, block_size, num_kv_heads]` float32: what is cached is number
+times scale.
 
 1. What lies behind a sequence's last key is never read into the result, not even when it is NaN.
 2. With a sliding window, no block that lies wholly before the first key seen by the first new token is read: its entry in the
@@ -18,7 +19,9 @@ In int8 it has scales beside it, `[num_blocks, 2, block_size, num_kv_heads]` flo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,16 +63,52 @@ class _Group:
     """`[num_tiles, 1, num_rows, num_blocks * block_size]`, 0 where a row sees a key and -inf elsewhere."""
 
 
+class HostLengths(NamedTuple):
+    """`query_start` and `context_lens` on the host, so that making a plan never waits for a device."""
+
+    query_start: np.ndarray
+    """`[num_sequences + 1]`."""
+    context_lens: np.ndarray
+    """`[num_sequences]`."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        """Most new tokens of a sequence."""
+        return int(np.diff(self.query_start).max(initial=0))
+
+    @property
+    def max_context_len(self) -> int:
+        return int(self.context_lens.max(initial=0))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self.num_sequences == int(self.query_start[-1]) and self.max_query_len <= 1
+
+
 class Plan:
     """The part of attention that depends on the step but not on the layer; layers with the same window share it."""
 
     def __init__(
-        self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor, slot_mapping: Tensor | None = None
+        self,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        slot_mapping: Tensor | None = None,
+        host: HostLengths | None = None,
     ) -> None:
-        """Take the arguments of `paged_attention` and `write_kv` of the same names; the last is needed for `write_kv` alone."""
+        """Take the arguments of `paged_attention` and `write_kv` of the same names.
+
+        `slot_mapping` is needed for `write_kv` alone; `host` holds the numbers of `query_start` and `context_lens`.
+        """
         self._slot_mapping = slot_mapping
         self._block_tables = block_tables.long()
-        self._tiles = list(_tiles(query_start.tolist(), context_lens.tolist()))
+        starts, contexts = (query_start, context_lens) if host is None else host
+        self._tiles = list(_tiles(starts.tolist(), contexts.tolist()))
         self._slots: tuple[Tensor | None, Tensor, Tensor] | None = None
         self._groups: dict[int | None, list[_Group]] = {}
 
@@ -107,7 +146,8 @@ def write_kv(
         kv_cache_layer: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, changed in place.
         slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`; a token with -1 is not written.
         plan: `Plan` of the same slot mapping, made once for all layers.
-        kv_scales: `[num_blocks, 2, block_size, num_kv_heads]` float32, changed in place, for a cache in int8: `quantise`.
+        kv_scales: `[num_blocks, 2, block_size, num_kv_heads]` float32, changed in place, for a cache of one byte an
+            element: `quantise`.
     """
     block_size = kv_cache_layer.shape[2]
     kept, blocks, offsets = plan.slots(block_size) if plan else _slots(slot_mapping, block_size)
@@ -116,20 +156,22 @@ def write_kv(
     for part, new in enumerate((key, value)):
         numbers = new
         if kv_scales is not None:
-            numbers, scales = quantise(new)
+            numbers, scales = quantise(new, kv_cache_layer.dtype)
             kv_scales[:, part].index_put_((blocks, offsets), scales)
         kv_cache_layer[:, part].index_put_((blocks, offsets), numbers.to(kv_cache_layer.dtype))
 
 
-def quantise(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each vector `[..., D]` to int8 with a scale of its own `[...]` float32, so that its largest number becomes 127.
+def quantise(vectors: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Round each vector `[..., D]` to int8 or float8_e4m3fn, with a scale of its own `[...]` float32.
 
-    A vector with a number that is not finite gets a scale that is not finite, and so comes back as no number either.
+    The scale makes its largest number the dtype's largest, 127 or 448. A vector with a number that is not finite gets a scale
+    that is not finite, and so comes back as no number either.
     """
     vectors = vectors.float()
-    scales = vectors.abs().amax(-1) / 127
+    scales = vectors.abs().amax(-1) / (torch.iinfo if dtype == torch.int8 else torch.finfo)(dtype).max
     divisors = scales.clamp(min=torch.finfo(scales.dtype).tiny).unsqueeze(-1)  # a vector of zeros stays one
-    return (vectors / divisors).round().to(torch.int8), scales
+    numbers = vectors / divisors
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scales
 
 
 def paged_attention(

@@ -6,6 +6,8 @@ Every row stands alone: its result depends on its own logits, parameters and uni
 their order or how many there are.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,9 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     counter [4, n] and key [2, n] hold 32-bit words in int64; so does the result [4, n]. Source: Salmon et al., "Parallel
     random numbers: as easy as 1, 2, 3" (SC 2011).
     """
-    multipliers, weyl = (torch.tensor(pair, device=counter.device).unsqueeze(1) for pair in (_MULTIPLIERS, _WEYL))
+    # Filled on the device: a copy of two numbers would wait for all that runs there.
+    filled = partial(torch.full, (1, 1), dtype=torch.int64, device=counter.device)
+    multipliers, weyl = (torch.cat([filled(fill_value=number) for number in pair]) for pair in (_MULTIPLIERS, _WEYL))
     even, odd = counter[0::2], counter[1::2]
     for _ in range(_ROUNDS):
         # The product of two words fills 64 bits: int64 wraps, and its halves are still the right bits.

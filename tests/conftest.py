@@ -1,6 +1,9 @@
 """Fixtures for tests that need a server: one real server a session, a queue of its own for each test, and a leak check."""
 
 import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
+
 import uuid
 from collections.abc import Iterator
 

@@ -16,7 +16,7 @@ MIXED: dict[str, Any] = {"contexts": [1, 23, 8, 40, 17, 9, 7], "new": [1, 1, 8, 
 class Case:
     """A ragged batch over a pool that holds NaN wherever no key is; block 0 belongs to nobody.
 
-    In int8 the definition is computed from what the cache gives back, so that only the reading is judged.
+    In int8 and fp8 the definition is computed from what the cache gives back, so that only the reading is judged.
     """
 
     contexts: list[int]
@@ -28,6 +28,7 @@ class Case:
     num_blocks: int = 200
     dtype: torch.dtype = torch.float32
     is_int8: bool = False
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -43,6 +44,9 @@ class Case:
         self.scales = None
         if self.is_int8:
             self.layer = torch.full((*shape, self.head_dim), -128, dtype=torch.int8)[:, 1]
+        if self.is_fp8:
+            self.layer = torch.full((*shape, self.head_dim), torch.nan, dtype=torch.float8_e4m3fn)[:, 1]
+        if self.is_int8 or self.is_fp8:
             self.scales = torch.full(shape, torch.nan)[:, 1]
         widths = [-(-context // self.block_size) for context in self.contexts]
         self.block_tables = torch.zeros(len(widths), max(widths), dtype=torch.int32)
@@ -63,8 +67,9 @@ class Case:
         write_kv(self.keys[sequence], self.values[sequence], self.layer, slots, kv_scales=self.scales)
         if self.scales is not None:
             places = slots // self.block_size, slots % self.block_size
-            given_back = [self.layer[:, part][places] * self.scales[:, part][places].double().unsqueeze(-1) for part in (0, 1)]
-            self.keys[sequence], self.values[sequence] = given_back
+            numbers = [self.layer[:, part][places].double() for part in (0, 1)]
+            scales = [self.scales[:, part][places].double().unsqueeze(-1) for part in (0, 1)]
+            self.keys[sequence], self.values[sequence] = (n * s for n, s in zip(numbers, scales, strict=True))
 
     def paged(self, **options: Any) -> Tensor:
         tables = self.block_tables, self.query_start, self.context_lens

@@ -8,8 +8,9 @@ import torch
 from engine.request import Request, SamplingParams
 from engine.sampler import Row, SamplingInput
 from engine.sequence import Sequence
+from engine.staging import Staging
 
-CPU = torch.device("cpu")
+CPU = Staging(torch.device("cpu"))
 EOS_ID = 2
 PROMPT = (1, 3, 3)
 

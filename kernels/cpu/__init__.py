@@ -1,0 +1,1 @@
+"""Kernels for processors, compiled by numba on the user's machine."""
