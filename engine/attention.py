@@ -24,19 +24,24 @@ from engine.geometry import ModelGeometry, layer_windows
 from engine.kv_cache import KVCache
 from engine.request import Request
 from engine.sequence import Sequence
+from engine.staging import staging_for
 from kernels.dispatch import AttentionKernels
 
 ATTENTION_NAME = "slotmill"
 
 # The probe: two sequences whose chunks and blocks interleave, the last step a decode.
-_PROBE_BLOCK_SIZE = 8
-_PROBE_TABLES = ([4, 2, 5], [3, 1])
+_PROBE_BLOCK_SIZE = 16
+_PROBE_TABLES = ([3, 1], [2])
 _PROBE_STEPS = ((9, 5), (8, 4), (1, 1))
+_SHORT_STEPS = ((2, 1), (1, 1))
+"""For families that are known: what is proven is that their layers are the ones that were replaced."""
 # Largest |ours - eager| / |eager| over all logits. SmolLM2-135M: 1e-6, 2e-3, 1e-2; a wrong window costs over 0.1.
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Keywords that change the result and that the kernels know nothing of.
 _UNKNOWN_TERMS = ("attention_mask", "position_bias", "block_indices", "indices", "sinks")
 
+_Steps = tuple[tuple[int, int], ...]
+"""New tokens of two sequences in each step."""
 Observer = Callable[[int, Tensor, Tensor, Mapping[str, Any]], None]
 """Called before a layer is computed: layer, key, value, and what else the model passed."""
 
@@ -55,15 +60,25 @@ class _Step:
 _step: ContextVar[_Step] = ContextVar("slotmill_step")
 
 
+def current_step() -> _Step:
+    """The step that is running, for layers that call the kernels themselves."""
+    return _step.get()
+
+
 def forward(
-    model: Any, batch: ModelInput, kv_cache: KVCache, kernels: AttentionKernels, observer: Observer | None = None
+    model: Any,
+    batch: ModelInput,
+    kv_cache: KVCache,
+    kernels: AttentionKernels,
+    observer: Observer | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run the model over a flattened batch: new keys and values go to their slots, the logits come back.
 
     Returns:
-        `[R, vocab_size]` float32, the rows of `batch.logits_indices`; the head runs on these only.
+        `[R, vocab_size]` float32, the rows of `batch.logits_indices`; the head runs on these only. `out`, where given.
     """
-    plan = kernels.plan(batch.block_tables, batch.query_start, batch.context_lens, batch.slot_mapping)
+    plan = kernels.plan(batch.block_tables, batch.query_start, batch.context_lens, batch.slot_mapping, batch.host)
     token = _step.set(_Step(batch, kv_cache, kernels, plan, observer))
     try:
         output = model(
@@ -74,8 +89,8 @@ def forward(
         )
     finally:
         _step.reset(token)
-    logits: Tensor = output.logits[0].float()
-    return logits
+    logits: Tensor = output.logits[0]
+    return logits.float() if out is None else out.copy_(logits)
 
 
 def _attention(
@@ -130,6 +145,33 @@ def probe(model: Any, geometry: ModelGeometry, kernels: AttentionKernels) -> Non
     reason = _refusal(model) or _misbehaviour(model, geometry, kernels)
     if reason is not None:
         raise ModelUnsupported(f"{type(model).__name__}: {reason}")
+
+
+def own_logits(model: Any, geometry: ModelGeometry) -> Tensor:
+    """All logits of the same few tokens as transformers computes them alone, for `compare`."""
+    with torch.inference_mode():
+        return _run_eager(model, _probe_sequences(geometry, _SHORT_STEPS))
+
+
+def compare(model: Any, geometry: ModelGeometry, kernels: AttentionKernels, expected: Tensor, *, tolerance: float) -> None:
+    """Prove that a model whose layers were replaced still computes `own_logits`, in the way of `probe`.
+
+    Raises:
+        ModelUnsupported: with the difference.
+    """
+    with torch.inference_mode():
+        sequences = _probe_sequences(geometry, _SHORT_STEPS)
+        error = _error(_run_paged(model, geometry, kernels, sequences, _SHORT_STEPS), expected)
+    if not error <= tolerance:
+        raise ModelUnsupported(
+            f"{type(model).__name__}: with fused layers its logits differ by {error:.1e} (at most {tolerance:.0e}); "
+            "use kernels: reference"
+        )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest difference, relative and over all logits, of two ways to compute a model in `dtype`."""
+    return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
 def _refusal(model: Any) -> str | None:
@@ -202,27 +244,29 @@ def _misbehaviour(model: Any, geometry: ModelGeometry, kernels: AttentionKernels
 
 def _difference(model: Any, geometry: ModelGeometry, kernels: AttentionKernels, watch: _Watch) -> str | None:
     """Why the model's logits through our attention are not its own, or None."""
-    sequences = [
-        Sequence(
-            Request(request_id="probe", prompt_token_ids=probe_ids(row, sum(counts), geometry.vocab_size)),
-            (0, row, 0),
-            frozenset(),
-        )
-        for row, counts in enumerate(zip(*_PROBE_STEPS, strict=True))
-    ]
+    sequences = _probe_sequences(geometry, _PROBE_STEPS)
     with torch.inference_mode():
-        ours = _run_paged(model, geometry, kernels, sequences, watch)
+        ours = _run_paged(model, geometry, kernels, sequences, _PROBE_STEPS, watch)
         reason = watch.refusal(model.config.get_text_config(decoder=True))
         if reason is not None:
             return reason
-        theirs = _run_eager(model, sequences)
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    tolerance = _PROBE_TOLERANCE.get(model.dtype, 1e-1)
-    if not error <= tolerance:
-        return (
-            f"its logits differ from its eager attention by {error:.1e} (at most {tolerance:.0e}) in a batch of two sequences"
-        )
+        error = _error(ours, _run_eager(model, sequences))
+    if not error <= tolerance(model.dtype):
+        most = f"{error:.1e} (at most {tolerance(model.dtype):.0e})"
+        return f"its logits differ from its eager attention by {most} in a batch of two sequences"
     return None
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return float(((ours - theirs).norm() / theirs.norm()).item())
+
+
+def _probe_sequences(geometry: ModelGeometry, steps: _Steps) -> list[Sequence]:
+    prompts = [probe_ids(row, sum(counts), geometry.vocab_size) for row, counts in enumerate(zip(*steps, strict=True))]
+    return [
+        Sequence(Request(request_id="probe", prompt_token_ids=prompt), (0, row, 0), frozenset())
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def probe_ids(row: int, length: int, vocab_size: int) -> tuple[int, ...]:
@@ -231,7 +275,12 @@ def probe_ids(row: int, length: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def _run_paged(
-    model: Any, geometry: ModelGeometry, kernels: AttentionKernels, sequences: list[Sequence], watch: _Watch
+    model: Any,
+    geometry: ModelGeometry,
+    kernels: AttentionKernels,
+    sequences: list[Sequence],
+    steps: _Steps,
+    watch: _Watch | None = None,
 ) -> Tensor:
     """All logits, sequence after sequence, computed in chunks; `watch` sees the first step."""
     num_blocks = sum(len(table) for table in _PROBE_TABLES)
@@ -240,13 +289,13 @@ def _run_paged(
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for sequence, table in zip(sequences, _PROBE_TABLES, strict=True):
         sequence.block_table = table
-    for counts in _PROBE_STEPS:
+    for counts in steps:
         items = [ScheduledSequence(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.num_computed_tokens += count
-        batch = build(items, _PROBE_BLOCK_SIZE, model.device)
+        batch = build(items, _PROBE_BLOCK_SIZE, staging_for(model.device))
         batch = replace(batch, logits_indices=torch.arange(sum(counts), device=model.device))
-        logits = forward(model, batch, kv_cache, kernels, None if watch.windows else watch)
+        logits = forward(model, batch, kv_cache, kernels, watch if watch and not watch.windows else None)
         for own, part in zip(rows, torch.split(logits, list(counts)), strict=True):
             own.append(part)
     return torch.cat([part for own in rows for part in own])

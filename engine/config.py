@@ -20,7 +20,9 @@ CHOICES: Final = {
     "scheduling": ("continuous", "iteration_level", "request_level"),
     "reservation": ("paged", "declared", "ratio", "max", "pow2", "oracle"),
     "preemption": ("auto", "recompute", "swap"),
-    "kv_dtype": ("auto", "int8"),
+    "kv_dtype": ("auto", "int8", "fp8"),
+    "kernels": ("auto", "reference"),
+    "quantisation": ("none", "int8"),
 }
 """Options with a fixed set of words; the first is the default."""
 
@@ -34,7 +36,8 @@ class EngineConfig:
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`. `auto`: bfloat16 where the processor computes in it, else float32."""
+    """`auto`, `float32`, `bfloat16` or `float16`. `auto`: bfloat16 on a GPU, where layers are fused, and where the processor
+    computes in it; else float32."""
     max_slots: int | None = None
     """Sequences in one step. Default 64 on a CPU, 1 024 on a GPU of 80 GB or more."""
     token_budget: int | None = None
@@ -62,9 +65,16 @@ class EngineConfig:
     swap_blocks: int | None = None
     """KV blocks in host memory for swapping. Default: none on a CPU, 4 GiB at most on a GPU."""
     kv_dtype: str = "auto"
-    """`auto` keeps keys and values in the model's dtype, `int8` with a scale per token and head: half of bfloat16's memory."""
-    run_ahead: bool = False
-    """Decide and launch a step before the tokens of the one before it are read."""
+    """`auto` keeps keys and values in the model's dtype, `int8` and `fp8` (e4m3) in a byte, with a scale per token and head."""
+    kernels: str = "auto"
+    """`auto` takes the fastest for the device and fuses layers of known models, `reference` is plain torch and transformers."""
+    quantisation: str = "none"
+    """`int8` rounds weights and activations of linear layers to 8 bits: faster on a CPU, not the same tokens."""
+    run_ahead: bool | None = None
+    """Decide and launch a step before the tokens of the one before it are read. Default: on a GPU."""
+    graphs: bool | None = None
+    """Capture steps that only decode as CUDA graphs. Default: on a GPU, unless the model cannot be captured or is shared, or
+    kernels are the reference."""
     batch_invariant: bool = False
     """Compute in fixed tiles: logits are the same, bit for bit, in any batch. CPU only, slower; see engine/invariant.py."""
     tensor_parallel: int = 1
@@ -92,6 +102,14 @@ class EngineConfig:
         if self.kv_memory is not None and not 0 < self.kv_memory < math.inf:
             remedy = "give a fraction up to 1 or a number of bytes"
             raise ConfigError(f"kv_memory: {self.kv_memory} is not a number above 0; {remedy}")
+        if self.graphs and (self.tensor_parallel > 1 or self.device == "cpu"):
+            where = "a CPU" if self.device == "cpu" else f"tensor_parallel {self.tensor_parallel}"
+            raise ConfigError(f"graphs: they are captured for one process on a GPU, not for {where}; leave it out")
+        expected = {"kernels": "auto", "batch_invariant": False, "tensor_parallel": 1, "device": "cpu"}
+        others = [f"{name} {getattr(self, name)}" for name, value in expected.items() if getattr(self, name) != value]
+        if self.quantisation == "int8" and others:
+            needed = "int8 is for fused layers in one process on a CPU"
+            raise ConfigError(f"quantisation: {needed}, not for {', '.join(others)}; leave one out")
         if self.batch_invariant and (self.tensor_parallel > 1 or self.device != "cpu"):
             where = f"tensor_parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else f"device {self.device}"
             raise ConfigError(f"batch_invariant: its bits are proven for one process on a CPU, not for {where}; leave one out")

@@ -6,7 +6,7 @@ is refused to `admission`, who runs next to `Scheduler`, the numbers to `ModelRu
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from engine.reservation import max_tokens_held
 from engine.sampler import Pending, Row, SamplingInput, launch, score
 from engine.scheduler import PreemptionCosts, Scheduler
 from engine.sequence import Sequence
+from engine.staging import staging_for
 from engine.stats import StepStats, StepTimes
 from engine.stopping import check_stop
 
@@ -51,6 +52,11 @@ class Runner(Protocol):
     def geometry(self) -> ModelGeometry: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def decode_sizes(self) -> Items[int]:
+        """Ascending numbers of sequences that a step which only decodes is padded to; none: it is not."""
+        ...
+
     @property
     def tokenizer_dir(self) -> Path: ...
     @property
@@ -98,6 +104,7 @@ class Engine:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._staging = staging_for(runner.device)
         self._config = runner.scheduler_config
         self._eos = frozenset(runner.geometry.eos_token_ids)
         self._scheduler = Scheduler(self._config, BlockPool(self._config.num_blocks, self._config.block_size))
@@ -171,7 +178,7 @@ class Engine:
         elif output.scheduled:
             self._stalled_steps = 0
         num_leaked = 0 if self._num_sequences or self._ahead else self._scheduler.repair()
-        self._measure(output, clock.times["forward_s"])
+        self._measure(output, clock.times)
         num_generated = sum([len(event.token_ids) for event in events])
         stats = self._stats(output, StepTimes(**clock.times), num_generated, num_leaked)
         return StepReport(tuple(events), stats, rejected, self._scheduler.take_cleared())
@@ -227,8 +234,9 @@ class Engine:
         if not output.scheduled:
             return _Launched(output, [], None)
         rows = sampled_rows(output.scheduled)
+        sampling = SamplingInput.of(rows, self._staging, self._runner.geometry.vocab_size)  # sent with the model's input
         logits = self._forward(output.scheduled, clock)
-        pending = launch(logits[: len(rows)], SamplingInput.of(rows, self._runner.device, self._runner.geometry.vocab_size))
+        pending = launch(logits[: len(rows)], sampling)
         clock.lap("sample_s")
         scored = [(item.sequence, scored_positions(item)) for item in output.scheduled if item.num_scored]
         return _Launched(output, rows, pending, scored, logits[len(rows) :])
@@ -244,7 +252,8 @@ class Engine:
             torch.cuda.empty_cache()
         middle = len(items) // 2
         halves = items[:middle], items[middle:]  # in order: a later one may share blocks that an earlier one fills
-        parts = [(self._forward(half, clock), sum(item.num_samples for item in half)) for half in halves]
+        # A graph's logits last until its next replay.
+        parts = [(self._forward(half, clock).clone(), sum(item.num_samples for item in half)) for half in halves]
         return torch.cat([logits[:num] for logits, num in parts] + [logits[num:] for logits, num in parts])
 
     def _compute(self, items: Items[ScheduledSequence], clock: _Clock) -> Tensor:
@@ -252,7 +261,7 @@ class Engine:
         if self._ahead and self._ahead.pending:
             rows = {row.sequence: index for index, row in enumerate(self._ahead.rows)}
             in_flight = InFlight(self._ahead.pending.token_ids.clamp(min=0), rows)
-        model_input = build(items, self._config.block_size, self._runner.device, in_flight)
+        model_input = build(items, self._config.block_size, self._staging, in_flight, self._runner.decode_sizes)
         clock.lap("prepare_s")
         logits = self._runner.forward(model_input)
         clock.lap("forward_s")
@@ -310,11 +319,13 @@ class Engine:
 
     # Counting
 
-    def _measure(self, output: SchedulerOutput, forward_s: float) -> None:
+    def _measure(self, output: SchedulerOutput, times: Mapping[str, float]) -> None:
         """Learn from steps that mostly prefill what a token costs to compute again."""
         if output.num_prefill_tokens * 2 <= output.num_tokens:
             return
-        known, seen = self._scheduler.costs.recompute_s_per_token, forward_s / output.num_tokens
+        # A GPU is launched and then waited for, where tokens are read: the step before, when it runs ahead.
+        spent_s = times["forward_s"] + (times["sample_s"] if self._runner.device.type != "cpu" else 0)
+        known, seen = self._scheduler.costs.recompute_s_per_token, spent_s / output.num_tokens
         cost = seen if known == float("inf") else known + RATE_WEIGHT * (seen - known)
         self._scheduler.costs = PreemptionCosts(self._runner.swap_s_per_block, cost)
 

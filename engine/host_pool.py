@@ -8,10 +8,13 @@ the last part of a swap out passes beside the computation that follows.
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.decision import Moves
+from engine.staging import Staging, staging_for
+from kernels.dispatch import block_kernels
 
 _STAGING_BYTES = 256 << 20
 _MEASURED_BLOCKS, _MEASURED_TIMES = 8, 3
@@ -23,18 +26,19 @@ class HostPool:
     def __init__(self, device_blocks: Tensor, num_blocks: int) -> None:
         """Allocate beside `device_blocks`, rows of words. Uninitialised: only what was swapped out may be swapped in."""
         self._device_blocks = device_blocks
+        self._host_ids = Staging(torch.device("cpu"))
         is_remote = device_blocks.device.type != "cpu" and num_blocks > 0
         shape = (num_blocks, device_blocks.shape[1])
         self.blocks = torch.empty(shape, dtype=device_blocks.dtype, pin_memory=is_remote)
 
     def swap_out(self, pairs: Moves) -> None:
         """Copy (device block, host block); no host block twice."""
-        sources, targets = columns(pairs, self.blocks.device)
+        sources, targets = columns(pairs, self._host_ids)
         self.blocks.index_copy_(0, targets, self._device_blocks.index_select(0, sources))
 
     def swap_in(self, pairs: Moves) -> None:
         """Copy (host block, device block); no device block twice."""
-        sources, targets = columns(pairs, self.blocks.device)
+        sources, targets = columns(pairs, self._host_ids)
         self._device_blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
 
     def swap_s_per_block(self) -> float:
@@ -69,12 +73,14 @@ class StreamedHostPool(HostPool):
         num_staged = min(max(1, _STAGING_BYTES // (device_blocks[0].nbytes or 1)), num_blocks)
         self._staging = device_blocks.new_empty((num_staged, device_blocks.shape[1]))
         self._stream = torch.cuda.Stream(device_blocks.device)  # type: ignore[no-untyped-call]
+        self._ids = staging_for(device_blocks.device)
+        self._kernels = block_kernels(device_blocks.device)
 
     def swap_out(self, pairs: Moves) -> None:
         current = torch.cuda.current_stream(self._staging.device)
         for sources, targets, staged in self._pieces(pairs):
             current.wait_stream(self._stream)
-            torch.index_select(self._device_blocks, 0, self._on_device(sources), out=staged)
+            self._kernels.gather(self._device_blocks, self._on_device(sources), staged)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 for row, target in zip(staged, targets, strict=True):  # one transfer a block: only the GPU reaches both
@@ -88,7 +94,7 @@ class StreamedHostPool(HostPool):
                 for row, source in zip(staged, sources, strict=True):
                     row.copy_(self.blocks[source], non_blocking=True)
             current.wait_stream(self._stream)
-            self._device_blocks.index_copy_(0, self._on_device(targets), staged)
+            self._kernels.scatter(staged, self._device_blocks, self._on_device(targets))
 
     def _pieces(self, pairs: Moves) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
         """Sources, targets and the staging rows of as many pairs as these hold."""
@@ -98,13 +104,16 @@ class StreamedHostPool(HostPool):
             yield sources, targets, self._staging[: len(piece)]
 
     def _on_device(self, ids: tuple[int, ...]) -> Tensor:
-        return torch.tensor(ids, device=self._staging.device)
+        tensor = self._ids.add(np.array(ids, dtype=np.int64))
+        self._ids.send()
+        return tensor
 
     def _finish(self) -> None:
         torch.cuda.synchronize(self._staging.device)
 
 
-def columns(pairs: Moves, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and second ids of non-empty pairs, int64."""
-    sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).T
+def columns(pairs: Moves, staging: Staging) -> tuple[Tensor, Tensor]:
+    """First and second ids of non-empty pairs, int64, sent."""
+    sources, targets = staging.add(np.array(pairs, dtype=np.int64).T.copy())
+    staging.send()
     return sources, targets

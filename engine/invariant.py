@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +28,9 @@ from engine.geometry import ModelGeometry
 from engine.kv_cache import KVCache
 from engine.request import Request
 from engine.sequence import Sequence
+from engine.staging import staging_for
 from kernels.dispatch import AttentionKernels
+from kernels.reference import HostLengths
 
 _STRIDE = 32
 """torch's elementwise loops take up to so many numbers at once (AVX-512; 16 with AVX2) and what is left over another way."""
@@ -101,6 +104,7 @@ def _tile(batch: ModelInput, tables: Tensor, start: int, rows: int, *, is_wanted
         query_start=torch.arange(rows + 1, dtype=torch.int32, device=positions.device),
         context_lens=context_lens,
         logits_indices=indices if is_wanted else indices[:0],
+        host=HostLengths(np.arange(rows + 1), context_lens.numpy()),
     )
 
 
@@ -147,7 +151,7 @@ def _run(
         items = [ScheduledSequence(s, count) for s, count in zip(sequences, counts, strict=True) if count]
         for sequence, count, *_ in items:
             sequence.num_computed_tokens += count
-        batch = build(items, _PROBE_BLOCK_SIZE, model.device)
+        batch = build(items, _PROBE_BLOCK_SIZE, staging_for(model.device))
         batch = replace(batch, logits_indices=torch.arange(sum(counts), device=model.device))
         logits.append(forward(model, batch, kv_cache, kernels, rows))
     return logits

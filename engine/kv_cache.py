@@ -1,9 +1,9 @@
 """The KV cache's tensors, what moves between its blocks, and how many blocks fit in memory.
 
-A block is a row of bytes that holds all layers, `[num_layers, 2, block_size, num_kv_heads, head_dim]`, and in int8 its scales
-behind them, `[num_layers, 2, block_size, num_kv_heads]` float32, so that a block moves in one piece; layers see strided views.
-Block 0 is the null block that padding points at. Which block belongs to whom is `BlockPool`'s business; the road to host memory
-is engine/host_pool.py's; measuring memory is the runner's.
+A block is a row of bytes that holds all layers, `[num_layers, 2, block_size, num_kv_heads, head_dim]`, and in int8 and fp8 its
+scales behind them, `[num_layers, 2, block_size, num_kv_heads]` float32, so that a block moves in one piece; layers see strided
+views. Block 0 is the null block that padding points at. Which block belongs to whom is `BlockPool`'s business; the road to host
+memory is engine/host_pool.py's; measuring memory is the runner's.
 """
 
 import math
@@ -17,6 +17,8 @@ from engine.decision import Moves
 from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
 from engine.host_pool import HostPool, StreamedHostPool, columns
+from engine.staging import staging_for
+from kernels.dispatch import block_kernels
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -27,11 +29,13 @@ GPU_FRACTION = 0.9
 # Without --swap-blocks a GPU's worker takes a quarter of the free host memory and at most 4 GiB.
 HOST_FRACTION, HOST_MOST_BYTES = 0.25, 4 * GIB
 SCALE_DTYPE = torch.float32
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of `EngineConfig.kv_dtype`, those with a scale for each token and head."""
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Bytes of one position's keys and values over all layers, in int8 with their scales."""
-    vector_bytes = geometry.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype == torch.int8 else 0)
+    """Bytes of one position's keys and values over all layers, with their scales where there are any."""
+    vector_bytes = geometry.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype in KV_DTYPES.values() else 0)
     return 2 * geometry.num_layers * geometry.num_kv_heads * vector_bytes
 
 
@@ -59,11 +63,12 @@ class KVCache:
         self.layers = self.tensor.unbind(1)
         """Per layer a view `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`."""
         self.scales: tuple[Tensor | None, ...] = (None,) * geometry.num_layers
-        """Per layer a view `[num_blocks + 1, 2, block_size, num_kv_heads]`, for int8 only."""
-        if dtype == torch.int8:
+        """Per layer a view `[num_blocks + 1, 2, block_size, num_kv_heads]`, for one byte a number only."""
+        if dtype in KV_DTYPES.values():
             self.scales = self.blocks[:, numbers:].view(SCALE_DTYPE).view(-1, *positions).unbind(1)
         pool = HostPool if device.type == "cpu" else StreamedHostPool
         self.host_pool = pool(self.blocks, num_host_blocks)
+        self._staging = staging_for(device)
 
     def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
         """Move blocks in this order: out, copied, in. A freed block may be filled by what comes later.
@@ -76,8 +81,8 @@ class KVCache:
         if swapped_out:
             self.host_pool.swap_out(swapped_out)
         if copied:
-            sources, targets = columns(copied, self.blocks.device)
-            self.blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
+            sources, targets = columns(copied, self._staging)
+            block_kernels(self.blocks.device).copy(self.blocks, sources, targets)
         if swapped_in:
             self.host_pool.swap_in(swapped_in)
 
@@ -94,7 +99,12 @@ class Memory:
     """Free in the host's memory; on a CPU the same memory."""
     weights_bytes: int
     activation_bytes: int
-    """Peak of one step beside weights and cache."""
+    """Peak of one step beside weights and cache, scratch of its kernels included."""
+    graph_bytes: int = 0
+    """What decode graphs take for as long as the process lives."""
+    graph_note: str = ""
+    token_budget: int | None = None
+    """Tokens of the step whose peak that is."""
     token_bytes: int
     block_size: int
     max_model_len: int
@@ -110,7 +120,7 @@ class Memory:
         Raises:
             OutOfMemory: what was asked for does not fit, or the explicit `max_model_len` does not fit in the blocks.
         """
-        room = self.free_bytes - self.activation_bytes
+        room = self.free_bytes - self.activation_bytes - self.graph_bytes
         most = room // self.block_bytes - 1  # the null block takes one
         blocks = self._wanted(config, max_slots, room)
         if not 1 <= blocks <= most:
@@ -150,6 +160,7 @@ class Memory:
             ("weights", self.weights_bytes, ""),
             ("free after loading", self.free_bytes, ""),
             ("peak activations", self.activation_bytes, ""),
+            *([("decode graphs", self.graph_bytes, self.graph_note)] if self.graph_bytes else []),
             ("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks} blocks of {self.block_size} = {tokens} tokens"),
         )
         if num_host_blocks:
@@ -167,17 +178,28 @@ class Memory:
             size = min(int(config.kv_memory * self.free_bytes), room) if share else int(config.kv_memory)
             return size // self.block_bytes - 1
         if self.device != "cpu":
-            return int(GPU_FRACTION * self.free_bytes - self.activation_bytes) // self.block_bytes - 1
+            return int(GPU_FRACTION * self.free_bytes - self.activation_bytes - self.graph_bytes) // self.block_bytes - 1
         size = min(int(CPU_FRACTION * self.free_bytes), CPU_MOST_BYTES, room)
         useful = max_slots * -(-self.max_model_len // self.block_size)
         return min(size // self.block_bytes - 1, useful)
+
+    def _what_would_fit(self) -> str:
+        """What to lower so that two blocks fit, the null block and one to use."""
+        room = self.free_bytes - self.graph_bytes - 2 * self.block_bytes
+        remedy = "lower token_budget or max_slots"
+        if self.token_budget and 0 < room < self.activation_bytes:  # most of the peak grows with the tokens
+            fitting = max(1, self.token_budget * room // self.activation_bytes)
+            remedy = f"lower token_budget or max_slots: {fitting} of {self.token_budget} tokens would fit"
+        if self.graph_bytes and room + self.graph_bytes >= self.activation_bytes:
+            remedy += f", or leave out the graphs, which take {self.graph_bytes / MIB:.0f} MiB"
+        return remedy
 
     def _misfit(self, config: EngineConfig, blocks: int, most: int) -> str:
         option = "kv_blocks" if config.kv_blocks is not None else "kv_memory"
         asked = f"{config.kv_blocks if option == 'kv_blocks' else config.kv_memory or 'default'}"
         if most < 1:
             what = "no KV block fits beside weights and activations"
-            remedy = "free memory on the device, lower token_budget or max_slots, or serve a smaller model"
+            remedy = f"free memory on the device, {self._what_would_fit()}, or serve a smaller model"
         elif blocks < 1:
             what = f"holds no block of {self.block_bytes} bytes beside the null block"
             remedy = f"raise it to at least {2 * self.block_bytes} bytes, or leave it out"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sequence import Sequence
+from engine.staging import Staging
 from kernels import sampling as kernel
 
 _ID_BITS = 32
@@ -65,11 +66,11 @@ class _Entries:
     """Each `[m, ...]`."""
 
     @classmethod
-    def of(cls, slots: np.ndarray, device: torch.device, *columns: np.ndarray) -> "_Entries | None":
-        """Entries on `device`; None if there are none."""
+    def of(cls, slots: np.ndarray, staging: Staging, *columns: np.ndarray) -> "_Entries | None":
+        """Entries that the next `send` fills; None if there are none."""
         if not len(slots):
             return None
-        return cls(slots, torch.from_numpy(slots).to(device), tuple(torch.from_numpy(c).to(device) for c in columns))
+        return cls(slots, staging.add(slots), tuple(staging.add(column) for column in columns))
 
     def between(self, start: int, stop: int) -> tuple[Tensor, ...] | None:
         """Rows counted from `start`, and columns, of the entries in rows [start, stop); None if there are none."""
@@ -91,9 +92,12 @@ class LogitChanges:
     """One entry for each row with a grammar: its words."""
 
     @classmethod
-    def of(cls, rows: list[tuple[Sequence, int]], device: torch.device, vocab_size: int | None) -> "LogitChanges":
-        """The changes of (sequence, output index) pairs; `vocab_size`, the logits' width, is needed where one has a grammar."""
-        return cls(_allowed(rows, device), _added(rows, device), _penalties(rows, device), _mask(rows, device, vocab_size))
+    def of(cls, rows: list[tuple[Sequence, int]], staging: Staging, vocab_size: int | None) -> "LogitChanges":
+        """The changes of (sequence, output index) pairs, which the next `send` fills.
+
+        `vocab_size`, the logits' width, is needed where one has a grammar.
+        """
+        return cls(_allowed(rows, staging), _added(rows, staging), _penalties(rows, staging), _mask(rows, staging, vocab_size))
 
     def apply(self, logits: Tensor, start: int = 0) -> None:
         """Change `logits` [n, vocab] float32, which are those of rows start to start + n, in place."""
@@ -112,13 +116,13 @@ def _is_penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def _allowed(rows: list[tuple[Sequence, int]], device: torch.device) -> _Entries | None:
+def _allowed(rows: list[tuple[Sequence, int]], staging: Staging) -> _Entries | None:
     allowed = [sequence.request.params.allowed_token_ids for sequence, _ in rows]
     slots = np.repeat(np.arange(len(rows)), [len(ids) for ids in allowed])
-    return _Entries.of(slots, device, _known(np.fromiter(chain.from_iterable(allowed), np.float64)))
+    return _Entries.of(slots, staging, _known(np.fromiter(chain.from_iterable(allowed), np.float64)))
 
 
-def _added(rows: list[tuple[Sequence, int]], device: torch.device) -> _Entries | None:
+def _added(rows: list[tuple[Sequence, int]], staging: Staging) -> _Entries | None:
     """Biases and bans; an infinity that meets a bias stays one."""
     pairs: list[Iterable[tuple[int, float]]] = []
     lengths = []
@@ -128,7 +132,7 @@ def _added(rows: list[tuple[Sequence, int]], device: torch.device) -> _Entries |
         pairs += (params.logit_bias, zip(banned, repeat(-np.inf)))
         lengths.append(len(params.logit_bias) + len(banned))
     ids, values = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.float64).reshape(-1, 2).T
-    return _Entries.of(np.repeat(np.arange(len(rows)), lengths), device, _known(ids), values.astype(np.float32))
+    return _Entries.of(np.repeat(np.arange(len(rows)), lengths), staging, _known(ids), values.astype(np.float32))
 
 
 def _known(ids: np.ndarray) -> np.ndarray:
@@ -136,7 +140,7 @@ def _known(ids: np.ndarray) -> np.ndarray:
     return np.where((ids >= 0) & (ids < _NO_ID), ids, _NO_ID).astype(np.int64)
 
 
-def _penalties(rows: list[tuple[Sequence, int]], device: torch.device) -> _Entries | None:
+def _penalties(rows: list[tuple[Sequence, int]], staging: Staging) -> _Entries | None:
     """Each distinct token of the penalised rows, found by sorting (row, id, is output) as one number for all rows at once.
 
     64 rows of 1,000 tokens take 3.6 ms, a third of it to read the lists (one core of an AMD EPYC, numpy 2, November 2026).
@@ -164,10 +168,10 @@ def _penalties(rows: list[tuple[Sequence, int]], device: torch.device) -> _Entri
     frequency = np.array([p.frequency_penalty for _, _, p in penalised], np.float32)
     presence = np.array([p.presence_penalty for _, _, p in penalised], np.float32)
     minus = frequency[owner] * counts.astype(np.float32) + presence[owner] * (counts > 0)
-    return _Entries.of(slots[owner], device, pairs & (2**_ID_BITS - 1), factor[owner], minus)
+    return _Entries.of(slots[owner], staging, pairs & (2**_ID_BITS - 1), factor[owner], minus)
 
 
-def _mask(rows: list[tuple[Sequence, int]], device: torch.device, vocab_size: int | None) -> _Entries | None:
+def _mask(rows: list[tuple[Sequence, int]], staging: Staging, vocab_size: int | None) -> _Entries | None:
     """The words that the matchers write; a matcher stands where its sequence stands, so the words are made anew each step."""
     matchers = [(slot, sequence.matcher) for slot, (sequence, _) in enumerate(rows) if sequence.matcher is not None]
     if not matchers:
@@ -176,4 +180,4 @@ def _mask(rows: list[tuple[Sequence, int]], device: torch.device, vocab_size: in
     words = torch.full((len(matchers), -(-vocab_size // 32)), -1, dtype=torch.int32)
     for row, (_, matcher) in zip(words, matchers, strict=True):
         matcher.fill(row)
-    return _Entries.of(np.array([slot for slot, _ in matchers]), device, words.numpy())
+    return _Entries.of(np.array([slot for slot, _ in matchers]), staging, words.numpy())

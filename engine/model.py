@@ -94,10 +94,10 @@ def tokenizer_dir(directory: Path) -> Path:
     return made_once(f"{directory.name}-tokenizer-{key}", lambda target: _export_tokenizer(directory, target))
 
 
-def check(directory: Path, shard: "Shard | None" = None) -> None:
-    """Refuse what the configuration alone shows: no decoder-only causal language model, or one that cannot be cut so.
+def check(directory: Path, shard: "Shard | None" = None) -> Any:
+    """The configuration, as transformers reads it, of a model that can be served as far as it alone shows.
 
-    Raises `ModelUnsupported`, before any weight is read.
+    Raises `ModelUnsupported`, before any weight is read, for what is no decoder-only causal language model or cannot be cut so.
     """
     try:
         with _quiet():
@@ -116,7 +116,7 @@ def check(directory: Path, shard: "Shard | None" = None) -> None:
     else:
         if shard and shard.size > 1:
             shard.kv_heads(config.get_text_config(decoder=True))
-        return
+        return config
     raise ModelUnsupported(f"model: {'/'.join(architectures) or directory} cannot be served: {reason}")
 
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from engine.model_runner import ModelRunner
 from engine.ranks import LEAVE_S, Ranks
 from engine.serve import inherited
 from engine.shard import Shard
+from engine.staging import Reading, Staging, staging_for
 
 
 class TensorParallelRunner(ModelRunner):
@@ -76,13 +78,14 @@ def _join(shard: Shard, config: EngineConfig, store: Path) -> None:
 def _packed(model_input: ModelInput) -> dict[str, Any]:
     """The input as plain arrays."""
     values = {field.name: getattr(model_input, field.name) for field in fields(model_input)}
-    return {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {name: Reading(value).wait() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _unpacked(values: dict[str, Any], device: torch.device) -> ModelInput:
+def _unpacked(values: dict[str, Any], staging: Staging) -> ModelInput:
     tensors: dict[str, Any] = {
-        name: value if isinstance(value, int) else torch.from_numpy(value.copy()).to(device) for name, value in values.items()
+        name: staging.add(value.copy()) if isinstance(value, np.ndarray) else value for name, value in values.items()
     }
+    staging.send()
     return ModelInput(**tensors)
 
 
@@ -104,10 +107,11 @@ def _follow(conn: Connection, rank: int, size: int) -> None:
     shard = Shard(rank, size, agree)
     _join(shard, config, store)
     runner = ModelRunner(config, shard)
+    staging = staging_for(runner.device)
     while call := told():
         method, arguments = call
         if method == "forward":
-            runner.forward(_unpacked(arguments[0], runner.device))
+            runner.forward(_unpacked(arguments[0], staging))
         else:
             getattr(runner, method)(*arguments)
 

@@ -10,6 +10,7 @@ rows that want nothing but the largest logit none: they pay for nobody else.
 
 from collections import defaultdict
 from collections.abc import Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from engine.logit_changes import LogitChanges, is_changed, why_none_is_left
 from engine.messages import TokenLogprobs
 from engine.request import SamplingParams
 from engine.sequence import Sequence
+from engine.staging import Reading, Staging, staging_for
 from kernels import sampling as kernel
+from kernels.dispatch import sampling_kernels
 
 # Most logits ranked at first; rows that need more are ranked again by themselves, so that they do not delay the others. Of 443
 # positions of real prompts (SmolLM2-135M, temperature 1) 10 % need more at top_p 0.9 and 21 % at 0.95.
@@ -75,7 +78,7 @@ class _Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInput:
-    """Parameters of the sampled rows, in row order, on the logits' device. Make it with `of`."""
+    """Parameters of the sampled rows, in row order, on the logits' device. Make it with `of`, and `send` before it is used."""
 
     params: list[SamplingParams]
     temperature: Tensor
@@ -97,8 +100,8 @@ class SamplingInput:
     rankings: tuple[_Ranking, ...]
 
     @classmethod
-    def of(cls, rows: Collection[Row], device: torch.device, vocab_size: int | None = None) -> "SamplingInput":
-        """The parameters of `rows`; which of them go together is settled here, on the host.
+    def of(cls, rows: Collection[Row], staging: Staging, vocab_size: int | None = None) -> "SamplingInput":
+        """The parameters of `rows`, which the next `send` fills; which of them go together is settled here, on the host.
 
         `vocab_size` is the logits' width, needed where a sequence has a grammar. What a sequence that `reads_tokens` depends on
         is read from its `token_ids` and its `matcher` as they are now.
@@ -118,8 +121,8 @@ class SamplingInput:
             ),
             dtype=np.int64,
         )
-        temperature, top_p, min_p = torch.from_numpy(shares).to(device)
-        top_k, seed, choice, index = torch.from_numpy(numbers).to(device)
+        temperature, top_p, min_p = staging.add(shares)
+        top_k, seed, choice, index = staging.add(numbers)
         return cls(
             params=params,
             temperature=temperature,
@@ -129,8 +132,8 @@ class SamplingInput:
             seed=seed,
             choice=choice,
             index=index,
-            groups=_groups(rows, device, vocab_size),
-            rankings=_rankings(rows, device, vocab_size),
+            groups=_groups(rows, staging, vocab_size),
+            rankings=_rankings(rows, staging, vocab_size),
         )
 
 
@@ -162,23 +165,28 @@ class _Ranked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What was launched and not yet read."""
+    """What was launched and is on its way to the host."""
 
     token_ids: Tensor
-    """[R] int64 on the device; -1 where the row failed."""
+    """[R] int64 on the device; -1 where the row failed. No view of the logits, which the next step may overwrite."""
     _params: list[SamplingParams]
     _ranked: list[_Ranked]
+    _reading: Reading
+
+    @classmethod
+    def of(cls, token_ids: Tensor, params: list[SamplingParams], ranked: list[_Ranked]) -> "Pending":
+        """Start the copy of all of it at once."""
+        flat = token_ids
+        if ranked:  # float64 holds every id and every float32
+            parts = (part for piece in ranked for part in (piece.chosen, piece.top, piece.ids))
+            flat = torch.cat([token_ids.double(), *(part.flatten().double() for part in parts)])
+        return cls(token_ids, params, ranked, Reading(flat))
 
     def read(self) -> SamplerOutput:
-        """Wait for the device and copy all of it to the host at once."""
-        if not self._ranked:
-            chosen, logprobs = self.token_ids.tolist(), {}
-        else:
-            # float64 holds every id and every float32.
-            parts = (part for ranked in self._ranked for part in (ranked.chosen, ranked.top, ranked.ids))
-            flat = torch.cat([self.token_ids.double(), *(part.flatten().double() for part in parts)]).cpu().numpy()
-            chosen = flat[: len(self._params)].astype(np.int64).tolist()
-            logprobs = _unpack(flat[len(self._params) :], self._ranked)
+        """Wait for the copy, not for what was launched since."""
+        flat = self._reading.wait()
+        chosen = flat[: len(self._params)].astype(np.int64).tolist()
+        logprobs = _unpack(flat[len(self._params) :], self._ranked)
         failed = {row: why_none_is_left(self._params[row]) for row, token_id in enumerate(chosen) if token_id < 0}
         return SamplerOutput(chosen, failed, {row: found for row, found in logprobs.items() if row not in failed})
 
@@ -190,37 +198,40 @@ def sample(logits: Tensor, sampling: SamplingInput) -> SamplerOutput:
 
 def launch(logits: Tensor, sampling: SamplingInput) -> Pending:
     """The same without the read, but for top-k and top-p, which look at the device to see whether they have ranked enough."""
+    fast = sampling_kernels(logits.device)
     # The largest value tells of NaN too: it spreads. So this one pass serves greedy rows and finds broken ones.
-    largest, token_ids = kernel.largest(logits)
+    largest, token_ids = fast.largest(logits)
     drawn = any(group.width is not None for group in sampling.groups)
-    uniform = kernel.uniform(sampling.seed, sampling.choice, sampling.index) if drawn else None
+    uniform = fast.uniform(sampling.seed, sampling.choice, sampling.index) if drawn else None
     for group in sampling.groups:
         for start, rows in _pieces(group.rows, logits):
             values = logits.index_select(0, rows)  # four times as fast as logits[rows]
             if group.changes:
                 group.changes.apply(values, start)
                 # No change mends a broken row: NaN stays, and infinity stays or becomes NaN.
-                largest[rows], token_ids[rows] = kernel.largest(values)
+                largest[rows], token_ids[rows] = fast.largest(values)
             if group.width is not None:
                 assert uniform is not None
                 token_ids[rows] = _draw(values, sampling, group, rows, uniform[rows])
     ranked = [piece for ranking in sampling.rankings for piece in _rank_all(logits, ranking, token_ids, largest)]
-    return Pending(torch.where(largest.isfinite(), token_ids, -1), sampling.params, ranked)
+    return Pending.of(torch.where(largest.isfinite(), token_ids, -1), sampling.params, ranked)
 
 
-def score(logits: Tensor, target_ids: Collection[int], num_top: Collection[int]) -> list[TokenLogprobs]:
+def score(logits: Tensor, target_ids: Items[int], num_top: Collection[int]) -> list[TokenLogprobs]:
     """Log probabilities of given tokens: row i of `logits` [P, vocab] scores `target_ids[i]` and its `num_top[i]` likeliest.
 
     Computed in pieces, so that it needs little memory beside the logits, of any float dtype. Rows of NaN give NaN.
     """
-    targets = torch.tensor(list(target_ids), dtype=torch.int64, device=logits.device)
+    staging = staging_for(logits.device)
+    targets = staging.add(np.array(target_ids, dtype=np.int64))
+    staging.send()
     tops, order = list(num_top), list(range(len(logits)))
     scored: list[TokenLogprobs] = []
     for start, ids in _pieces(targets, logits):
         stop = start + len(ids)
         found = _rank(logits[start:stop].float().log_softmax(1), order[start:stop], tops[start:stop], ids)
-        flat = torch.cat([part.flatten().double() for part in found[2:]]).cpu().numpy()
-        scored.extend(_unpack(flat, [found]).values())
+        flat = torch.cat([part.flatten().double() for part in found[2:]])
+        scored.extend(_unpack(Reading(flat).wait(), [found]).values())
     return scored
 
 
@@ -229,7 +240,7 @@ def signed64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _groups(rows: list[Row], device: torch.device, vocab_size: int | None) -> tuple[_Group, ...]:
+def _groups(rows: list[Row], staging: Staging, vocab_size: int | None) -> tuple[_Group, ...]:
     """Rows by how they are drawn and whether their logits are changed; rows of neither kind are in none."""
     found: defaultdict[tuple[str, bool, bool], list[int]] = defaultdict(list)
     for row, (sequence, _, index) in enumerate(rows):
@@ -243,8 +254,10 @@ def _groups(rows: list[Row], device: torch.device, vocab_size: int | None) -> tu
         widths = {"greedy": None, "plain": 0, "top_p": _MAX_WIDTH}
         if kind == "top_k":
             widths[kind] = min(max(rows[row].sequence.request.params.top_k for row in members) + 1, _MAX_WIDTH)
-        changes = LogitChanges.of([(rows[r].sequence, rows[r].index) for r in members], device, vocab_size) if changed else None
-        groups.append(_Group(torch.tensor(members, device=device), widths[kind], has_min_p, changes))
+        changes = (
+            LogitChanges.of([(rows[r].sequence, rows[r].index) for r in members], staging, vocab_size) if changed else None
+        )
+        groups.append(_Group(staging.add(np.array(members)), widths[kind], has_min_p, changes))
     return tuple(groups)
 
 
@@ -256,7 +269,7 @@ def _kind(temperature: float, top_k: int, top_p: float) -> str:
     return "top_p" if top_p < 1 else "plain"
 
 
-def _rankings(rows: list[Row], device: torch.device, vocab_size: int | None) -> tuple[_Ranking, ...]:
+def _rankings(rows: list[Row], staging: Staging, vocab_size: int | None) -> tuple[_Ranking, ...]:
     """Rows with beams, and other rows that ask for log probabilities."""
     found: defaultdict[bool, list[tuple[int, int]]] = defaultdict(list)
     for row, (sequence, _, _) in enumerate(rows):
@@ -268,8 +281,8 @@ def _rankings(rows: list[Row], device: torch.device, vocab_size: int | None) -> 
     rankings = []
     for is_beam, members in found.items():
         num_top, order = [list(column) for column in zip(*sorted(members), strict=True)]
-        changes = LogitChanges.of([(rows[r].sequence, rows[r].index) for r in order], device, vocab_size) if is_beam else None
-        rankings.append(_Ranking(torch.tensor(order, device=device), num_top, order, changes, is_beam))
+        changes = LogitChanges.of([(rows[r].sequence, rows[r].index) for r in order], staging, vocab_size) if is_beam else None
+        rankings.append(_Ranking(staging.add(np.array(order)), num_top, order, changes, is_beam))
     return tuple(rankings)
 
 
@@ -284,7 +297,7 @@ def _draw(values: Tensor, sampling: SamplingInput, group: _Group, rows: Tensor, 
     temperature = sampling.temperature[rows]
     min_p = sampling.min_p[rows] if group.has_min_p else None
     if not group.width:
-        return kernel.draw(values, temperature, uniform, min_p=min_p)
+        return sampling_kernels(values.device).draw(values, temperature, uniform, min_p=min_p)
     top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
     return kernel.draw_truncated(values, temperature, top_k, top_p, uniform, min_p=min_p, width=group.width)
 

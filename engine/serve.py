@@ -9,12 +9,14 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,24 +85,43 @@ def _die_with_parent() -> None:
 def _load_and_serve(conn: Connection) -> int:
     config: EngineConfig = conn.recv()
     conn.send(EngineLoading("importing torch"))
+    gc.disable()  # nothing that is imported or loaded goes away: looking for it takes a sixth of the time
     started = time.perf_counter()
     ranks = Ranks(config.tensor_parallel, lambda reason: _give_up(conn, reason)) if config.tensor_parallel > 1 else None
     try:
         from engine.core import Engine
 
         conn.send(EngineLoading(f"loading {config.model}"))
-        runner = _runner(config, ranks)
+        with _telling(conn):
+            runner = _runner(config, ranks)
     except EngineError as error:
         conn.send(EngineFailed(str(error)))
         return 1
     conn.send(_ready(runner, time.perf_counter() - started))
     gc.collect()
+    gc.enable()
     gc.freeze()  # what was loaded lives as long as the process: later collections need not look at it
     try:
         serve(Engine(runner), conn)
     finally:
         runner.close()
     return 0
+
+
+@contextlib.contextmanager
+def _telling(conn: Connection) -> Iterator[None]:
+    """What our packages log meanwhile, of what takes long, is a phase of loading."""
+    handler, loggers = logging.Handler(logging.INFO), [logging.getLogger(name) for name in ("engine", "kernels")]
+    handler.emit = lambda record: conn.send(EngineLoading(record.getMessage()))  # type: ignore[method-assign]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
 
 
 def _runner(config: EngineConfig, ranks: Ranks | None) -> "ModelRunner":
@@ -187,4 +208,7 @@ def _ready(runner: "ModelRunner", load_s: float) -> EngineReady:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what is frozen stays to the end, and some libraries would complain of leaks

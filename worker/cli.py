@@ -69,6 +69,13 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
     help="Number format of the weights.",
 )
 @option("--kv-dtype", type=click.Choice(CHOICES["kv_dtype"]), default="auto", help="Number format of keys and values.")
+@option("--kernels", type=click.Choice(CHOICES["kernels"]), default="auto", help="The fastest for the device, or plain torch.")
+@option(
+    "--quantisation",
+    type=click.Choice(CHOICES["quantisation"]),
+    default="none",
+    help="Number format of matrix products on a CPU.",
+)
 @option(
     "--swap-blocks", type=int, default=None, help="KV blocks in host memory for preempted requests. Default: from the device."
 )
@@ -81,7 +88,8 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--scheduling", type=click.Choice(CHOICES["scheduling"]), default="continuous", help="Who shares a step.")
 @option("--reservation", type=click.Choice(CHOICES["reservation"]), default="paged", help="KV set aside when a request starts.")
 @option("--aging", type=int, default=64, help="Requests of a higher lane that may overtake a waiting one, at most.")
-@option("--run-ahead", is_flag=True, default=False, help="Launch a step before the tokens of the last one are read.")
+@option("--run-ahead/--no-run-ahead", default=None, help="Launch a step before the last one is read. Default: on a GPU.")
+@option("--graphs/--no-graphs", default=None, help="Capture steps that only decode as CUDA graphs. Default: on a GPU.")
 @option("--batch-invariant", is_flag=True, default=False, help="The same bits in any batch, more slowly; CPU only.")
 @option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores.")
 @option("--tensor-parallel", type=int, default=1, help="GPUs (or CPU processes) that share one model.")

@@ -198,12 +198,12 @@ def gpu(facts: MachineFacts) -> Finding:
 
 def kernels(facts: MachineFacts) -> Finding:
     rows = _torch(facts)["kernels"]
-    texts = [f"{row['name']} on {row['device']}: {row['error']:.1e}" for row in rows if isinstance(row["error"], float)]
     broken = [row for row in rows if isinstance(row["error"], str) or not row["error"] <= row["limit"]]
     if broken:
         worst = "; ".join(f"{row['name']} on {row['device']}: {row['error']} over {row['limit']:g}" for row in broken)
         return fail(f"differ from their twins: {worst}", f"{_TORCH}; or worker start on another device")
-    return ok(f"equal to their twins within {rows[0]['limit']:g}: {', '.join(texts)}")
+    texts = [f"{row['name']} on {row['device']}: {row['error']:.1e} of {row['limit']:g}" for row in rows]
+    return ok(f"as near to their twins as they must be: {', '.join(texts)}")
 
 
 def _torch(facts: MachineFacts) -> Mapping[str, Any]:

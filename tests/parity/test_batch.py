@@ -7,8 +7,9 @@ from engine.batch import InFlight, ModelInput, build, sampled_rows, scored_posit
 from engine.decision import ScheduledSequence
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.staging import Staging
 
-CPU = torch.device("cpu")
+CPU = Staging(torch.device("cpu"))
 
 
 def item(tokens: list[int], computed: int, count: int, table: list[int], samples: int, scored: int = 0) -> ScheduledSequence:
@@ -29,7 +30,7 @@ def batch() -> ModelInput:
             item([60, 61], 0, 2, [3], samples=1),
         ],
         block_size=8,
-        device=CPU,
+        staging=CPU,
     )
 
 
@@ -96,3 +97,48 @@ def test_a_token_in_flight_is_fed_on_the_device() -> None:
 
     assert batch.input_ids.tolist() == [3, 72]
     assert batch.positions.tolist() == [2, 2]
+
+
+def decodes(count: int) -> list[ScheduledSequence]:
+    return [item(list(range(10, 20)), 9, 1, [7 + row, 30 + row], samples=1) for row in range(count)]
+
+
+def test_a_step_of_decodes_is_padded_with_sequences_that_are_written_nowhere_and_see_nothing() -> None:
+    batch = build(decodes(3), 8, CPU, decode_sizes=(1, 2, 5, 9))
+
+    assert batch.is_decode
+    assert batch.slot_mapping.tolist() == [30 * 8 + 1, 31 * 8 + 1, 32 * 8 + 1, -1, -1]
+    assert batch.context_lens.tolist() == [10, 10, 10, 0, 0]
+    assert batch.block_tables.tolist() == [[7, 30], [8, 31], [9, 32], [0, 0], [0, 0]]
+    assert batch.query_start.tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(batch.input_ids) == len(batch.positions) == 5
+    assert batch.logits_indices.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 2), (3, 8)])
+def test_no_padding_where_the_size_is_there_or_none_is_as_large(sizes: tuple[int, ...]) -> None:
+    assert len(build(decodes(3), 8, CPU, decode_sizes=sizes).context_lens) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        item([1, 2, 3], 1, 2, [1], samples=1),
+        item([1, 2, 3], 1, 1, [1], samples=0),
+        item([1, 2, 3], 2, 1, [1], samples=2),
+        item([1, 2, 3], 1, 1, [1], samples=1, scored=1),
+    ],
+    ids=["two tokens", "a chunk of one", "two choices", "a scored prompt"],
+)
+def test_a_step_that_does_not_only_decode_is_not_padded(other: ScheduledSequence) -> None:
+    batch = build([*decodes(2), other], 8, CPU, decode_sizes=(8,))
+
+    assert not batch.is_decode
+    assert len(batch.context_lens) == 3
+
+
+def test_the_lengths_are_on_the_host_too(batch: ModelInput) -> None:
+    assert batch.host.query_start.tolist() == batch.query_start.tolist()
+    assert batch.host.context_lens.tolist() == batch.context_lens.tolist()
+    assert (batch.host.num_sequences, batch.host.max_query_len, batch.host.max_context_len) == (3, 3, 11)
+    assert [batch.host.is_decode, build(decodes(2), 8, CPU, decode_sizes=(4,)).host.is_decode] == [False, True]

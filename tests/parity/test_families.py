@@ -16,6 +16,7 @@ from engine.errors import ModelUnsupported
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.staging import Staging
 from tests.support.greedy import generate_greedy
 from tests.support.tiny import run_to_end, tokens_of
 from tests.support.tiny_models import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, save
@@ -69,7 +70,7 @@ def paged_logits(runner: ModelRunner) -> list[torch.Tensor]:
         items = items[step % len(items) :] + items[: step % len(items)]
         for item in items:
             item.sequence.num_computed_tokens += item.num_tokens
-        batch = build(items, BLOCK_SIZE, runner.device)
+        batch = build(items, BLOCK_SIZE, Staging(runner.device))
         logits = runner.forward(replace(batch, logits_indices=torch.arange(sum(counts))))
         for item, part in zip(items, logits.split([item.num_tokens for item in items]), strict=True):
             rows[int(item.sequence.request.request_id)].append(part)

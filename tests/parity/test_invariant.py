@@ -35,7 +35,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["auto", "int8"])
+@pytest.fixture(scope="module", params=["auto", "int8", "fp8"])
 def runner(tiny_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     return parity.load(tiny_dir, batch_invariant=True, kv_dtype=request.param)
 

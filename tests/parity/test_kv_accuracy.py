@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.kv_accuracy import SONNETS, perplexity
+from bench.kv_accuracy import SONNETS, perplexity, with_kv_in
 from engine import model
 
 
@@ -20,7 +20,7 @@ def test_the_perplexity_of_a_text_is_within_1_percent_of_that_with_keys_and_valu
     tokenizer = Tokenizer.from_file(str(model.tokenizer_dir(directory) / "tokenizer.json"))
     token_ids = tokenizer.encode(SONNETS.read_text()).ids[:512]
 
-    in_int8, in_bfloat16 = (perplexity(loaded, token_ids, 512, dtype) for dtype in (torch.int8, torch.bfloat16))
+    in_int8, in_bfloat16 = (perplexity(with_kv_in(dtype, loaded), token_ids, 512) for dtype in (torch.int8, torch.bfloat16))
 
     assert in_int8 != in_bfloat16
     assert abs(in_int8 / in_bfloat16 - 1) < 0.01

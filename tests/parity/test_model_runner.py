@@ -18,6 +18,7 @@ from engine.model_runner import ModelRunner
 from engine.request import Request
 from engine.sampler import sample
 from engine.sequence import Sequence
+from engine.staging import Staging
 from tests.support.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save
 
 
@@ -75,7 +76,13 @@ def test_auto_is_bfloat16_where_the_processor_computes_in_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
 
-    assert run(model_dir, dtype="auto").dtype == expected
+    assert run(model_dir, dtype="auto", kernels="reference").dtype == expected
+
+
+def test_auto_is_bfloat16_where_layers_are_fused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+
+    assert run(model_dir, dtype="auto").dtype == torch.bfloat16
 
 
 def test_bfloat16_passes_the_probe(model_dir: Path) -> None:
@@ -133,8 +140,9 @@ def test_a_model_slides_where_every_layer_does(
     assert runner.scheduler_config.sliding_window == expected
 
 
-def test_int8_halves_what_bfloat16_takes_but_for_the_scales(model_dir: Path) -> None:
-    assert run(model_dir, kv_dtype="int8").kv_bytes_per_token == 2 * 3 * 2 * (16 + 4)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_one_byte_halves_what_bfloat16_takes_but_for_the_scales(kv_dtype: str, model_dir: Path) -> None:
+    assert run(model_dir, kv_dtype=kv_dtype).kv_bytes_per_token == 2 * 3 * 2 * (16 + 4)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +187,7 @@ def test_a_step_that_samples_nothing_has_no_logits(runner: ModelRunner) -> None:
     sequence = Sequence(Request(request_id="", prompt_token_ids=(5, 6, 7)), (0, 0, 0), frozenset())
     sequence.block_table, sequence.num_computed_tokens = [1], 2
 
-    logits = runner.forward(build([ScheduledSequence(sequence, 2)], 16, runner.device))
+    logits = runner.forward(build([ScheduledSequence(sequence, 2)], 16, Staging(runner.device)))
 
     assert logits.shape == (0, VOCAB_SIZE)
     assert logits.dtype == torch.float32
@@ -196,10 +204,10 @@ def last_logits(runner: ModelRunner, *sequences: Sequence) -> torch.Tensor:
     items = [ScheduledSequence(sequence, sequence.gap, 1) for sequence in sequences]
     for sequence in sequences:
         sequence.num_computed_tokens = sequence.num_tokens
-    return runner.forward(build(items, 16, runner.device))
+    return runner.forward(build(items, 16, Staging(runner.device)))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 def test_a_sequence_whose_blocks_were_swapped_and_copied_goes_on_as_if_nothing_had_happened(
     kv_dtype: str, model_dir: Path
 ) -> None:
@@ -220,7 +228,7 @@ def test_without_host_blocks_no_block_is_ever_worth_swapping(runner: ModelRunner
     assert runner.swap_s_per_block == math.inf
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_sequence_reads_blocks_that_another_fills_in_the_same_step(kv_dtype: str, is_first: bool, model_dir: Path) -> None:
     runner = run(model_dir, kv_dtype=kv_dtype)
@@ -234,13 +242,27 @@ def test_a_sequence_reads_blocks_that_another_fills_in_the_same_step(kv_dtype: s
     assert (both[0 if is_first else 1] - alone[0]).abs().max() < 1e-4
 
 
-def test_the_logits_of_a_cache_in_int8_are_close(model_dir: Path, runner: ModelRunner) -> None:
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.02), ("fp8", 0.15)])
+def test_the_logits_of_a_cache_in_one_byte_are_close(kv_dtype: str, most: float, model_dir: Path, runner: ModelRunner) -> None:
     token_ids = [3 + position * 7 % 90 for position in range(45)]
 
-    ours = last_logits(run(model_dir, kv_dtype="int8"), sequence_of(token_ids, [1, 2, 3]))
+    ours = last_logits(run(model_dir, kv_dtype=kv_dtype), sequence_of(token_ids, [1, 2, 3]))
 
     exact = last_logits(runner, sequence_of(token_ids, [1, 2, 3]))
-    assert 0 < (ours - exact).norm() / exact.norm() < 0.02
+    assert 0 < (ours - exact).norm() / exact.norm() < most
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, False), (True, True), (False, False)])
+def test_a_cpu_runs_ahead_when_asked(asked: bool | None, expected: bool, model_dir: Path) -> None:
+    assert run(model_dir, run_ahead=asked).scheduler_config.run_ahead is expected
+
+
+def test_the_longest_decode_runs_in_one_block(runner: ModelRunner) -> None:
+    batch = model_runner._longest_decode(5, 100, runner.device)
+    cache = KVCache(runner.geometry, 1, 16, runner.dtype, runner.device)
+
+    assert attention.forward(runner._model, batch, cache, runner._kernels).shape == (5, VOCAB_SIZE)
+    assert (batch.is_decode, batch.host.max_context_len) == (True, 100)
 
 
 def test_the_largest_step_runs_in_one_block(runner: ModelRunner) -> None:
@@ -253,16 +275,16 @@ def test_the_largest_step_runs_in_one_block(runner: ModelRunner) -> None:
     assert len(sample(logits[20:], sampling).token_ids) == 8
 
 
-def test_the_probe_leaves_our_attention_in_place(runner: ModelRunner) -> None:
-    probe(runner)
+def test_the_probe_leaves_our_attention_in_place(spoilt: ModelRunner) -> None:
+    probe(spoilt)
 
-    assert runner._model.config._attn_implementation == attention.ATTENTION_NAME
+    assert spoilt._model.config._attn_implementation == attention.ATTENTION_NAME
 
 
 @pytest.fixture
 def spoilt(model_dir: Path) -> ModelRunner:
-    """A runner whose model the test may change."""
-    return run(model_dir)
+    """A runner on the model's own layers, which the test may change."""
+    return run(model_dir, kernels="reference")
 
 
 def test_the_probe_catches_a_model_that_ignores_positions(spoilt: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +322,7 @@ def test_the_probe_catches_attention_that_stayed_eager(spoilt: ModelRunner) -> N
 
 def test_the_probe_catches_a_window_that_is_not_the_configurations(tmp_path: Path) -> None:
     settings = {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}  # too wide to show in the logits
-    runner = run(save("qwen2", SUPPORTED["qwen2"] | settings, tmp_path))
+    runner = run(save("qwen2", SUPPORTED["qwen2"] | settings, tmp_path), kernels="reference")
     runner._model.model.layers[2].self_attn.sliding_window = 90
 
     with pytest.raises(ModelUnsupported, match=r"layer 2 passes a sliding window of 90 .* where its configuration says 100"):

@@ -47,7 +47,7 @@ class Configured:
         runner._kv_cache.blocks.fill_(-1)
         runner._kv_cache.host_pool.blocks.fill_(-1)
         self.geometry, self.device, self.tokenizer_dir = runner.geometry, runner.device, runner.tokenizer_dir
-        self.swap_s_per_block = runner.swap_s_per_block
+        self.swap_s_per_block, self.decode_sizes = runner.swap_s_per_block, runner.decode_sizes
 
     def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
         self._runner.move(swapped_out, copied, swapped_in)

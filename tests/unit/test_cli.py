@@ -223,6 +223,12 @@ def test_options_reach_the_settings(started: list[Settings]) -> None:
     assert (started[0].queue, started[0].lease_s, started[0].burst, started[0].model_name) == ("q", 2, True, "m")
 
 
+@pytest.mark.parametrize(("flags", "expected"), [([], None), (["--graphs"], True), (["--no-graphs"], False)])
+def test_graphs_are_the_devices_choice_unless_said(started: list[Settings], flags: list[str], expected: bool | None) -> None:
+    assert command.run(cli.cli, ["start", "--gpu", "0", *flags, *[flag.replace("graphs", "run-ahead") for flag in flags]]) == 0
+    assert (started[0].engine.graphs, started[0].engine.run_ahead) == (expected, expected)
+
+
 def test_options_are_read_from_the_environment(started: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"SLOTMILL_REDIS_URL": "redis://elsewhere", "SLOTMILL_CPU": "1", "SLOTMILL_LEASE_S": "12"}
     for name, value in variables.items():

@@ -16,7 +16,9 @@ from worker.findings import name_of
 from worker.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
 PLANNED = "*(planned"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -76,8 +78,8 @@ def test_files_named_exist(page: Path) -> None:
 
 @each_page
 def test_make_targets_named_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {target for code in code_of(page) for target in re.findall(r"\bmake ([a-z]+)", code)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for code in code_of(page) for target in re.findall(r"\bmake ([a-z-]+)", code)}
     assert named <= targets
 
 

@@ -17,6 +17,7 @@ from engine.geometry import ModelGeometry
 from engine.kv_cache import GIB, MIB, KVCache, Memory, kv_bytes_per_token
 
 CPU = torch.device("cpu")
+ONE_BYTE = [torch.int8, torch.float8_e4m3fn]
 
 
 def geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> ModelGeometry:
@@ -71,11 +72,14 @@ def test_a_block_is_one_piece_and_layers_are_views_of_it() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "expected"), [("Llama-3.1-8B", (32, 8, 128), 67_584), ("SmolLM2-135M", (30, 3, 64), 12_240)]
 )
-def test_int8_takes_a_scale_for_each_token_and_head(name: str, shape: tuple[int, int, int], expected: int) -> None:
-    assert kv_bytes_per_token(geometry(*shape), torch.int8) == expected
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+def test_one_byte_takes_a_scale_for_each_token_and_head(
+    name: str, shape: tuple[int, int, int], expected: int, dtype: torch.dtype
+) -> None:
+    assert kv_bytes_per_token(geometry(*shape), dtype) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *ONE_BYTE])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (2, 3, 64)])
 def test_a_block_takes_its_tokens_bytes_and_no_more(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     cache = KVCache(geometry(*shape), 3, block_size=8, dtype=dtype, device=CPU)
@@ -83,28 +87,29 @@ def test_a_block_takes_its_tokens_bytes_and_no_more(dtype: torch.dtype, shape: t
     assert cache.blocks.nbytes == 4 * 8 * kv_bytes_per_token(geometry(*shape), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_a_cache_filled_with_minus_1_is_nan_all_over(dtype: torch.dtype) -> None:
     cache = KVCache(geometry(2, 2, 5), 3, block_size=8, dtype=dtype, device=CPU)
 
     cache.blocks.fill_(-1)
 
-    assert cache.tensor.isnan().all()
+    assert cache.tensor.float().isnan().all()
 
 
-def test_in_int8_numbers_and_scales_fill_a_block_without_overlap() -> None:
-    cache = KVCache(geometry(3, 2, 5), 3, block_size=8, dtype=torch.int8, device=CPU)
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+def test_in_one_byte_numbers_and_scales_fill_a_block_without_overlap(dtype: torch.dtype) -> None:
+    cache = KVCache(geometry(3, 2, 5), 3, block_size=8, dtype=dtype, device=CPU)
     cache.blocks.fill_(-1)
     assert all(scales is not None and scales.isnan().all() for scales in cache.scales)
 
-    cache.tensor.fill_(7)
+    cache.tensor.copy_(torch.full(cache.tensor.shape, 7.0))
     for layer, scales in enumerate(cache.scales):
         assert scales is not None
         assert scales.shape == (4, 2, 8, 2)
         assert scales.isnan().all()
         scales.fill_(layer)
 
-    assert (cache.tensor == 7).all()
+    assert (cache.tensor.float() == 7).all()
     assert [scales.unique().tolist() for scales in cache.scales if scales is not None] == [[0.0], [1.0], [2.0]]
 
 
@@ -239,6 +244,38 @@ def test_the_default_on_a_gpu_is_nine_tenths_of_what_is_free_less_activations() 
     blocks = memory(device="cuda:0").num_blocks(config(), max_slots=1)
 
     assert blocks == int(0.9 * 2 * GIB - GIB // 2) // (16 * 1024) - 1
+
+
+def test_graphs_take_from_what_the_cache_would_get() -> None:
+    machine = memory(device="cuda:0", graph_bytes=GIB // 4)
+
+    assert machine.num_blocks(config(), max_slots=1) == int(0.9 * 2 * GIB - GIB // 2 - GIB // 4) // (16 * 1024) - 1
+    with pytest.raises(OutOfMemory, match=rf"at most {5 * GIB // 4 // (16 * 1024) - 1} fit"):
+        machine.num_blocks(config(kv_blocks=10**6), max_slots=1)
+
+
+def test_the_table_has_a_line_for_graphs_where_there_are_some() -> None:
+    table = memory(graph_bytes=64 * MIB, graph_note="7 sizes in 2.0 s").table(120)
+
+    assert "decode graphs             64.0 MiB  7 sizes in 2.0 s" in table
+    assert "decode graphs" not in memory().table(120)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"free_bytes": GIB // 4 + 32 * 1024}, "8192 of 16384 tokens would fit, or serve"),
+        (
+            {"free_bytes": GIB // 2 + GIB // 8, "graph_bytes": GIB // 4},
+            "12287 of 16384 .* the graphs, which take 256 MiB",
+        ),
+        ({"free_bytes": 16 * 1024}, "lower token_budget or max_slots, or serve"),
+    ],
+    ids=["fewer tokens", "no graphs", "nothing"],
+)
+def test_where_no_block_fits_the_refusal_names_what_would(options: dict[str, int], remedy: str) -> None:
+    with pytest.raises(OutOfMemory, match=remedy):
+        memory(device="cuda:0", token_budget=16384, **options).num_blocks(config(kv_blocks=1), max_slots=64)
 
 
 def test_kv_memory_up_to_1_is_a_fraction_and_leaves_room_for_activations() -> None:
