@@ -2,11 +2,13 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 SCALE  ?= 5
+WORKLOAD ?= sharegpt
+TCMALLOC := libtcmalloc-minimal4
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup fmt lint type test chaos demo bench clean
+.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
 
 setup: $(STAMP)
 
@@ -43,6 +45,26 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m bench.engine
+
+# Peers go into bench/.peers, an environment each. The allocator is what vLLM is fastest with; without apt it does without.
+bench-peers: setup
+	mkdir -p bench/.peers/tcmalloc
+	-test -e bench/.peers/tcmalloc/usr || (cd bench/.peers/tcmalloc && apt-get download $(TCMALLOC) && dpkg -x $(TCMALLOC)*.deb .)
+	TORCH='$(TORCH)' $(BIN)/python -m bench.peers $(WORKLOAD) --json bench/results/peers-$(WORKLOAD).json
+
+bench-record: setup
+	$(BIN)/python -m bench.engine sharegpt --json bench/results/engine-sharegpt.json
+	$(BIN)/python -m bench.engine alpaca --max-slots 128 --json bench/results/engine-alpaca.json
+	$(BIN)/python -m bench.service closed sharegpt --json bench/results/closed-sharegpt.json
+	$(BIN)/python -m bench.service open alpaca --json bench/results/open-alpaca.json
+	$(BIN)/python -m bench.batches --json bench/results/batches.json
+	$(BIN)/python -m bench.cold_start --json bench/results/cold-start.json
+	$(BIN)/python -m bench.kernels --json bench/results/kernels.json
+	$(BIN)/python -m bench.accuracy --json bench/results/accuracy.json
+
+bench-report: setup
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m bench.report
 
 clean:
 	rm -rf $(VENV)

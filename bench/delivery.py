@@ -8,7 +8,6 @@ a server is started for it.
 """
 
 import contextlib
-import json
 import statistics
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import click
 import redis
 
-from bench.record import machine
+from bench.record import json_option, record, save
 from worker.broker import Broker
 from worker.claims import Delivery, Finish
 from worker.connection import connect
@@ -30,21 +29,20 @@ BODY = b"\x81\xa6prompt\xa1w"
 @click.option("--depths", default="10000,1000000", show_default=True, help="entries in each queue")
 @click.option("--claims", type=int, default=400, show_default=True, help="timed claims of each kind from each queue")
 @click.option("--redis-url", default=None, help="a server to use; it is left as it was")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="write the record to this file")
+@json_option
 def main(depths: str, claims: int, redis_url: str | None, json_path: Path | None) -> None:
     with contextlib.ExitStack() as stack:
         url = redis_url or stack.enter_context(EmbeddedServer()).url
         client = stack.enter_context(connect(url, timeout_s=60.0))
         queues = {int(depth): filled(client, f"bench-{depth}", int(depth)) for depth in depths.split(",")}
-        record = {"machine": machine(), "claims": {free: measured(queues, free, claims) for free in (1, 32)}}
+        made = record("delivery", claims={free: measured(queues, free, claims) for free in (1, 32)})
         for broker in queues.values():
             client.unlink(*client.scan_iter(f"{broker.keys.prefix}*", count=10_000))
-    for free, medians in record["claims"].items():
+    for free, medians in made["claims"].items():
         shown = ", ".join(f"{1e3 * seconds:.3f} ms at {depth:,}" for depth, seconds in medians.items())
         ratio = max(medians.values()) / min(medians.values())
         click.echo(f"claims of {free}: {shown}; ratio {ratio:.3f}")
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    save(made, json_path)
 
 
 def filled(client: redis.Redis, queue: str, depth: int) -> Broker:

@@ -7,7 +7,6 @@ an A100: 15,728 positions in blocks of 16. All requests wait from the start, and
 """
 
 import csv
-import json
 import random
 from bisect import bisect
 from collections import Counter
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from bench.record import machine
+from bench.record import json_option, record, save
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.request import Request, SamplingParams
@@ -35,7 +34,7 @@ PAPER_SAVED = {2: 6.09, 4: 8.53, 6: 9.79}
 
 @click.command(help=__doc__)
 @click.option("--requests", "count", type=int, default=3000, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="write the record to this file")
+@json_option
 def main(count: int, json_path: Path | None) -> None:
     filled = {name: run(draw_lengths("ShareGPT", count), reservation=name)["filled"] for name in RESERVATIONS}
     saved = {n: run(draw_lengths("Alpaca", count), n=n, max_slots=SHARING_SLOTS)["saved"] for n in PAPER_SAVED}
@@ -43,8 +42,7 @@ def main(count: int, json_path: Path | None) -> None:
         click.echo(f"ShareGPT  {name:7s} {100 * share:5.1f} % of the positions set aside hold tokens")
     for n, share in saved.items():
         click.echo(f"Alpaca    {n} samples: {100 * share:5.2f} % of the blocks saved by sharing (paper {PAPER_SAVED[n]} %)")
-    if json_path:
-        json_path.write_text(json.dumps({"machine": machine(), "filled": filled, "saved": saved}, indent=1) + "\n")
+    save(record("memory", filled=filled, saved=saved), json_path)
 
 
 def draw_lengths(dataset: str, count: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import click
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # as engine/serve.py; OpenMP reads it when torch loads
 from tokenizers import Tokenizer
 
-from bench.record import machine
+from bench.record import json_option, record, save
 from bench.workload import make_workload
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -35,26 +35,21 @@ QUESTIONS = Path(__file__).parent / "data" / "mgsm_en.json"
 @click.option("--questions", type=int, default=16, show_default=True)
 @click.option("--answer-tokens", type=int, default=16, show_default=True)
 @click.option("--repeats", type=int, default=3, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="write the record to this file")
+@json_option
 def main(model: str, questions: int, answer_tokens: int, repeats: int, json_path: Path | None) -> None:
     directory = resolve(model)
     runner = ModelRunner(EngineConfig(model=str(directory), max_model_len=2048))
     few_shot = few_shot_prompts(directory, questions)
     distinct = [item.prompt for item in make_workload("sharegpt", directory).items[:questions]]
-    record = {
-        "machine": machine(),
-        "gain": gain(runner, few_shot, answer_tokens, repeats),
-        "cost": cost(runner, distinct, repeats),
-    }
-    found = record["gain"]
+    made = record("prefix", gain=gain(runner, few_shot, answer_tokens, repeats), cost=cost(runner, distinct, repeats))
+    found = made["gain"]
     click.echo(
         f"{questions} questions behind {found['shared_tokens']} equal tokens: {found['without_s']:.2f} s without the cache, "
         f"{found['with_s']:.2f} s with it: {found['without_s'] / found['with_s']:.2f} times as fast; {found['hits']} hits"
     )
-    click.echo(f"no hits: {1e6 * record['cost']['per_step_s']:.1f} us of a step of {1e3 * record['cost']['step_s']:.1f} ms")
-    click.echo(f"that is {100 * record['cost']['per_step_s'] / record['cost']['step_s']:.4f} %")
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    click.echo(f"no hits: {1e6 * made['cost']['per_step_s']:.1f} us of a step of {1e3 * made['cost']['step_s']:.1f} ms")
+    click.echo(f"that is {100 * made['cost']['per_step_s'] / made['cost']['step_s']:.4f} %")
+    save(made, json_path)
 
 
 def few_shot_prompts(directory: Path, count: int) -> list[tuple[int, ...]]:

@@ -7,14 +7,13 @@ step, so that there is something to decide.
 """
 
 import gc
-import json
 import statistics
 import time
 from pathlib import Path
 
 import click
 
-from bench.record import machine
+from bench.record import json_option, record, save
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.request import Request, SamplingParams
@@ -30,7 +29,7 @@ EOS = frozenset({2})
 @click.command(help=__doc__)
 @click.option("--steps", type=int, default=400, show_default=True)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="write the record to this file")
+@json_option
 def main(steps: int, prefix_caching: bool, json_path: Path | None) -> None:
     figures = [measure(size, steps, is_busy, prefix_caching) for size in SIZES for is_busy in (False, True)]
     for row in figures:
@@ -38,8 +37,7 @@ def main(steps: int, prefix_caching: bool, json_path: Path | None) -> None:
             f"{row['sequences']:5d} sequences {'busy  ' if row['busy'] else 'steady'}  schedule {row['schedule_ms']:.3f} ms  "
             f"update {row['update_ms']:.3f} ms  together {row['schedule_ms'] + row['update_ms']:.3f} ms"
         )
-    if json_path:
-        json_path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+    save(record("scheduling", figures=figures), json_path)
 
 
 def measure(num_sequences: int, num_steps: int, is_busy: bool, prefix_caching: bool) -> dict[str, float]:
