@@ -170,12 +170,6 @@ def load(builder: Any, address: Any) -> Any:
     return builder.load(_pointer(builder, address, _VF), align=4)
 
 
-@_operation(vector, types.int64)
-def load_bf16(builder: Any, address: Any) -> Any:
-    """16 bfloat16, widened."""
-    return _widen_bf16(builder, address)
-
-
 @_operation(types.void, types.int64, vector)
 def store(builder: Any, address: Any, value: Any) -> Any:
     """16 float32."""
