@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 from worker import keys as names
 from worker import log
 from worker.claims import Blame, Delivery, Emission, EmitReply, Finish, RenewReply
-from worker.connection import hear, subscribe
+from worker.connection import hear, is_cluster, subscribe
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.frames import FINAL_STATES
 from worker.keys import GROUP, LANES, Keys
@@ -61,6 +61,7 @@ class LaneCounts:
     """Entries of a lane, of those the ones that workers hold, and the age of the oldest one that waits.
 
     Of those that wait, `released` and `suspects` have run before; nothing up to the entry `delivered` is new to the workers.
+    `delayed` jobs are not due yet and have no entry.
     """
 
     entries: int
@@ -68,6 +69,7 @@ class LaneCounts:
     oldest_age_s: float
     released: int = 0
     suspects: int = 0
+    delayed: int = 0
     delivered: str = field(default="0-0", compare=False)
 
     @property
@@ -140,8 +142,8 @@ class Broker:
         `lane` is high, normal or low; `body` is msgpack, as wire.encode_body makes it, and is not looked at; it can be claimed
         after `delay_s`; `deadline_ms` is unix time. Tenant and batch are kept with the job.
         """
-        config = (self.keys.config, self.keys.delayed)
-        keys = [self.keys.lane(lane), self.keys.job(job_id), self.keys.done, *config, *self.keys.lanes]
+        of_job = (self.keys.lane(lane), self.keys.job(job_id))
+        keys = [*of_job, self.keys.done, self.keys.config, *self.keys.lanes, *self.keys.delayed_lanes]
         if idempotency_key is not None:
             keys.append(self.keys.idempotency(idempotency_key))
         kept = {"deadline_ms": deadline_ms, "tenant": tenant, "batch": batch_id}
@@ -161,7 +163,7 @@ class Broker:
         """
         if free <= 0:
             return []
-        keys = (*self.keys.lanes, self.keys.delayed, self.keys.config, self.keys.cursor)
+        keys = (*self.keys.lanes, self.keys.config, self.keys.cursor)
         nonce = secrets.token_hex(8)  # for each call, not each worker: after a failover attempt numbers repeat
         limits = (MAX_BODY_BYTES, MAX_REPLY_BYTES, free, SCAN_LIMIT, aging, int(may_take_suspect))
         args = (self.worker_id, nonce, *limits, *self._unheard)
@@ -272,6 +274,10 @@ class Broker:
             on_failure.pop_all()
             return listener
 
+    def show(self, snapshot: bytes) -> None:
+        """Publishes what this worker says of itself to all who look."""
+        self._client.execute_command("SPUBLISH" if is_cluster(self._client) else "PUBLISH", self.keys.look, snapshot)
+
     def job(self, job_id: str) -> dict[str, str]:
         """What the server knows of a job; empty when unknown."""
         found = self._client.hgetall(self.keys.job(job_id))
@@ -300,15 +306,13 @@ class Broker:
         """Counts for each lane, by priority."""
         rows = self._scripts.run("counts", self.keys.lanes, self.keys.prefix)
         return {
-            lane: LaneCounts(entries, pending, age_ms / 1000, released, suspects, delivered.decode())
-            for lane, (entries, pending, age_ms, released, suspects, delivered) in zip(LANES, rows, strict=True)
+            lane: LaneCounts(entries, pending, age_ms / 1000, released, suspects, delayed, delivered.decode())
+            for lane, (entries, pending, age_ms, released, suspects, delayed, delivered) in zip(LANES, rows, strict=True)
         }
 
-    def num_delayed_and_dead(self) -> tuple[int, int]:
-        """How many jobs are not due yet, and how many rows the dead have."""
-        with self._client.pipeline(transaction=False) as pipe:
-            delayed, dead = pipe.zcard(self.keys.delayed).xlen(self.keys.dead).execute()
-        return delayed, dead
+    def num_dead(self) -> int:
+        """How many rows the dead have."""
+        return int(self._client.xlen(self.keys.dead))
 
     def heartbeat(self, fields: Mapping[str, str | int | float]) -> None:
         """Says for three heartbeats that this worker is alive, and what of it."""

@@ -64,17 +64,23 @@ class Keys:
         self.prefix = f"slotmill:{{{queue}}}:"
         self.lanes = tuple(self.lane(priority) for priority in LANES)
         self.control = f"{self.prefix}ctl"
+        self.look = f"{self.prefix}look"
         self.done = f"{self.prefix}done"
         self.dead = f"{self.prefix}dead"
         self.workers = f"{self.prefix}workers"
         self.cursor = f"{self.prefix}cursor"
         self.config = f"{self.prefix}cfg"
-        self.delayed = f"{self.prefix}delayed"
+        self.delayed_lanes = tuple(self.delayed(priority) for priority in LANES)
 
     def lane(self, priority: str) -> str:
         """The stream of jobs of this priority: high, normal or low."""
         assert priority in LANES, priority
         return f"{self.prefix}jobs:{priority}"
+
+    def delayed(self, priority: str) -> str:
+        """Sorted set of the jobs of this priority that are not due yet, by the unix ms at which they are."""
+        assert priority in LANES, priority
+        return f"{self.prefix}delayed:{priority}"
 
     def job(self, job_id: str) -> str:
         """Hash with the job's state."""

@@ -62,11 +62,10 @@ class Partitions:
     def queue_counts(self) -> dict[str, LaneCounts]:
         """Sums over the partitions; of ages the greatest."""
         counts = self._each(Broker.queue_counts)
-        return {lane: _sum([each[lane] for each in counts]) for lane in counts[0]}
+        return {lane: summed([each[lane] for each in counts]) for lane in counts[0]}
 
-    def num_delayed_and_dead(self) -> tuple[int, int]:
-        delayed, dead = zip(*self._each(Broker.num_delayed_and_dead), strict=True)
-        return sum(delayed), sum(dead)
+    def num_dead(self) -> int:
+        return sum(self._each(Broker.num_dead))
 
     def fetch(self, free: int, *, aging: int = 64, may_take_suspect: bool = True) -> list[Delivery]:
         """Claims up to `free` jobs, beginning with another partition each time. What one gave is kept when the next fails."""
@@ -198,6 +197,7 @@ class PartitionedClient:
         return self.of(job_id).state(job_id)
 
 
-def _sum(counts: Sequence[LaneCounts]) -> LaneCounts:
+def summed(counts: Sequence[LaneCounts]) -> LaneCounts:
+    """The counts of a lane in several partitions as one; of ages the greatest."""
     columns = {field.name: [getattr(each, field.name) for each in counts] for field in fields(LaneCounts) if field.compare}
     return LaneCounts(**{name: max(column) if name.endswith("age_s") else sum(column) for name, column in columns.items()})

@@ -97,9 +97,11 @@ class QueueAdmin:
         """Counts, settings and live workers; as quick on a queue of a million."""
         lanes = self._broker.queue_counts()
         with self._client.pipeline() as pipe:
-            pipe.time().hgetall(self.keys.config).zcard(self.keys.delayed).zrange(self.keys.delayed, 0, 0, withscores=True)
-            pipe.xlen(self.keys.dead).xlen(self.keys.done).zrange(self.keys.workers, 0, -1, withscores=True)
-            (seconds, micros), config, delayed, first, dead, done, beats = pipe.execute()
+            pipe.time().hgetall(self.keys.config).xlen(self.keys.dead).xlen(self.keys.done)
+            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+            for delayed in self.keys.delayed_lanes:
+                pipe.zrange(delayed, 0, 0, withscores=True)
+            (seconds, micros), config, dead, done, beats, *firsts = pipe.execute()
         now_ms = seconds * 1000 + micros // 1000
         settings = {name.decode(): value.decode() for name, value in config.items()}
         return QueueStats(
@@ -109,8 +111,8 @@ class QueueAdmin:
             max_queued=int(settings["max_queued"]) if "max_queued" in settings else None,
             lanes=lanes,
             purging=tuple(lane for lane in LANES if _is_ahead(settings.get(f"purged:{lane}", "0-0"), lanes[lane])),
-            delayed=delayed,
-            due_in_s=max(0.0, (first[0][1] - now_ms) / 1000) if first else None,
+            delayed=sum(lane.delayed for lane in lanes.values()),
+            due_in_s=min((max(0.0, (due - now_ms) / 1000) for first in firsts for _, due in first), default=None),
             dead=dead,
             done=done,
             workers=self._workers(beats, now_ms),
@@ -119,10 +121,10 @@ class QueueAdmin:
     def num_open(self) -> tuple[int, int]:
         """Jobs in the lanes, waiting or running, and jobs that are not due yet, both of the same moment."""
         with self._client.pipeline() as pipe:
-            for lane in self.keys.lanes:
-                pipe.xlen(lane)
-            *in_lanes, delayed = pipe.zcard(self.keys.delayed).execute()
-        return sum(in_lanes), delayed
+            for lane, delayed in zip(self.keys.lanes, self.keys.delayed_lanes, strict=True):
+                pipe.xlen(lane).zcard(delayed)
+            counts = pipe.execute()
+        return sum(counts[::2]), sum(counts[1::2])
 
     def purge(self, lanes: Sequence[str] = LANES) -> int:
         """Everything that waits in these lanes now ends as cancelled when a worker comes to it; how many that are.
@@ -134,7 +136,7 @@ class QueueAdmin:
         counts = self._broker.queue_counts()
         held = [lane for lane in lanes if counts[lane].released or counts[lane].suspects]
         given_back = sum(self._purge_pending(lane, consumer) for lane in held for consumer in PSEUDO_CONSUMERS)
-        return never_started + given_back + self._purge_delayed(lanes)
+        return never_started + given_back + sum(map(self._purge_delayed, lanes))
 
     def dead_rows(self) -> Iterator[DeadRow]:
         """All rows of the dead, newest first. An id may come several times: the first of them counts."""
@@ -188,9 +190,9 @@ class QueueAdmin:
         with self._client.pipeline(transaction=False) as pipe:
             for name in alive:
                 pipe.hgetall(self.keys.worker(name))
-            said = pipe.execute()
+            said = pipe.execute(raise_on_error=False)  # a key of another kind says nothing
         return tuple(
-            {"id": name, "seen_s": f"{max(0.0, seen_s):.1f}"} | {key.decode(): value.decode() for key, value in fields.items()}
+            _texts(fields) | {"id": name, "seen_s": f"{max(0.0, seen_s):.1f}"}
             for (name, seen_s), fields in zip(alive.items(), said, strict=True)
         )
 
@@ -203,12 +205,11 @@ class QueueAdmin:
             asked += number
         return asked
 
-    def _purge_delayed(self, lanes: Sequence[str]) -> int:
+    def _purge_delayed(self, lane: str) -> int:
         asked: int = 0
         cursor = b"0"
         while True:
-            args = (self.keys.prefix, cursor, PAGE, *lanes)
-            number, cursor = self._scripts.run("purge_delayed", [self.keys.delayed], *args)
+            number, cursor = self._scripts.run("purge_delayed", [self.keys.delayed(lane)], self.keys.prefix, cursor, PAGE)
             asked += number
             if cursor == b"0":
                 return asked
@@ -218,6 +219,12 @@ def heard_of(beats: Iterable[tuple[bytes, float]], now_ms: float) -> dict[str, f
     """Worker -> seconds since its last heartbeat, of those heard of within three; `beats` are their names with unix ms."""
     seen_s = {name.decode(errors="replace"): (now_ms - at) / 1000 for name, at in beats}
     return {name: age_s for name, age_s in seen_s.items() if age_s <= WORKER_TTL_S}
+
+
+def _texts(said: object) -> dict[str, str]:
+    """What a worker, or whoever may write there, says of it."""
+    fields = said.items() if isinstance(said, dict) else ()
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in fields}
 
 
 def _is_ahead(mark: str, lane: LaneCounts) -> bool:

@@ -8,6 +8,7 @@ from tests.support.server import BrokerMaker, end_of, frame_to_emit, make_old, t
 from worker.broker import Broker
 from worker.claims import Delivery
 from worker.keys import JOB_TTL_S, Keys
+from worker.queue_admin import QueueAdmin
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def job(broker: Broker) -> Delivery:
 
 
 def make_due(client: redis.Redis, queue: str, job_id: str) -> None:
-    assert client.zadd(Keys(queue).delayed, {job_id: 1}, xx=True, ch=True) == 1
+    assert sum(client.zadd(delayed, {job_id: 1}, xx=True, ch=True) for delayed in Keys(queue).delayed_lanes) == 1
 
 
 def test_a_delayed_job_is_not_handed_out_before_it_is_due(broker: Broker, redis_client: redis.Redis, queue: str) -> None:
@@ -90,7 +91,7 @@ def test_a_retry_whose_reply_was_lost_may_be_said_again(
     broker: Broker, job: Delivery, redis_client: redis.Redis, queue: str
 ) -> None:
     assert broker.retry([(job, 30.0)]) == broker.retry([(job, 30.0)]) == ["ok"]
-    assert redis_client.zcard(Keys(queue).delayed) == 1
+    assert redis_client.zcard(Keys(queue).delayed("low")) == 1
 
 
 def test_a_retry_of_a_job_that_somebody_else_has_is_refused(
@@ -145,7 +146,7 @@ def test_a_delayed_job_whose_body_is_gone_does_not_stop_the_others(
         make_due(redis_client, queue, job_id)
     redis_client.unlink(Keys(queue).parked("a"))
     assert [job.job_id for job in broker.fetch(2)] == ["b"]
-    assert redis_client.zcard(Keys(queue).delayed) == 0
+    assert redis_client.zcard(Keys(queue).delayed("normal")) == 0
 
 
 def test_a_delayed_job_whose_hash_is_gone_is_not_lost(broker: Broker, redis_client: redis.Redis, queue: str) -> None:
@@ -153,13 +154,43 @@ def test_a_delayed_job_whose_hash_is_gone_is_not_lost(broker: Broker, redis_clie
     redis_client.unlink(Keys(queue).job("a"))
     make_due(redis_client, queue, "a")
     [job] = broker.fetch(1)
-    assert (job.job_id, job.attempt, job.fields) == ("a", 1, {b"v": b"1", b"id": b"a", b"m": b"body"})
+    assert (job.job_id, job.lane, job.attempt, job.fields) == ("a", "low", 1, {b"v": b"1", b"id": b"a", b"m": b"body"})
 
 
 def test_a_delayed_job_that_nobody_would_ever_call_due_can_be_cancelled(
     broker: Broker, redis_client: redis.Redis, queue: str
 ) -> None:
     broker.enqueue("a", "low", b"body", delay_s=60)
-    redis_client.unlink(Keys(queue).delayed)
+    redis_client.unlink(Keys(queue).delayed("low"))
     broker.cancel("a")
     assert [job.ending for job in broker.fetch(1)] == ["cancelled"]
+
+
+def test_delayed_jobs_are_counted_in_their_lanes_on_every_road_in_and_out(
+    broker: Broker, job: Delivery, redis_client: redis.Redis, queue: str
+) -> None:
+    def counted() -> list[int]:
+        return [lane.delayed for lane in broker.queue_counts().values()]
+
+    for job_id, lane in (("b", "high"), ("c", "high"), ("d", "normal")):
+        broker.enqueue(job_id, lane, b"", delay_s=60)
+    broker.retry([(job, 30.0)])
+    assert counted() == [2, 1, 1]
+    broker.cancel("c")
+    make_due(redis_client, queue, "a")
+    assert {taken.job_id for taken in broker.fetch(9)} == {"a", "c"}
+    assert counted() == [1, 1, 0]
+    QueueAdmin(redis_client, queue).purge(["high"])
+    broker.fetch(9)
+    assert counted() == [0, 1, 0]
+
+
+def test_a_flood_that_becomes_due_in_one_lane_does_not_keep_the_others_waiting(
+    broker: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    for i in range(150):
+        broker.enqueue(str(i), "high", b"", delay_s=60)
+    broker.enqueue("low", "low", b"", delay_s=60)
+    for job_id in (*map(str, range(150)), "low"):
+        make_due(redis_client, queue, job_id)
+    assert "low" in {taken.job_id for taken in broker.fetch(250)}

@@ -242,8 +242,9 @@ class World:
         assert before == (self.client.hgetall(self.keys.job(job.job_id)), self.client.xlen(self.keys.log(job.job_id)))
 
     def make_due(self) -> None:
-        for job_id in self.client.zrange(self.keys.delayed, 0, self.random.randrange(3)):
-            self.client.zadd(self.keys.delayed, {job_id: 1})
+        delayed = self.random.choice(self.keys.delayed_lanes)
+        for job_id in self.client.zrange(delayed, 0, self.random.randrange(3)):
+            self.client.zadd(delayed, {job_id: 1})
 
     def settings(self) -> None:
         self.random.choice(
@@ -276,9 +277,9 @@ class World:
         places: dict[str, list[str]] = {}
         for lane in LANES:
             self._check_lane(lane, places)
-        delayed = {job_id.decode() for job_id in self.client.zrange(self.keys.delayed, 0, -1)}
+        delayed = {job_id.decode(): lane for lane in LANES for job_id in self.client.zrange(self.keys.delayed(lane), 0, -1)}
         for job_id in self._all_jobs():
-            self._check_job(job_id, places.get(job_id, []), job_id in delayed)
+            self._check_job(job_id, places.get(job_id, []), delayed.get(job_id))
         assert not leaked_keys(self.client, self.queue)
 
     def _check_lane(self, lane: str, places: dict[str, list[str]]) -> None:
@@ -299,14 +300,15 @@ class World:
         prefix = self.keys.job("")
         return [key.decode().removeprefix(prefix) for key in self.client.scan_iter(f"{prefix}*", count=1000)]
 
-    def _check_job(self, job_id: str, holders: list[str], is_delayed: bool) -> None:
+    def _check_job(self, job_id: str, holders: list[str], delayed_in: str | None) -> None:
         job = {name.decode(): value.decode() for name, value in self.client.hgetall(self.keys.job(job_id)).items()}
         if "alias" in job:
             return
         state = job["state"]
         has_ended = state.encode() in ENDED
         about = f"{job_id} {state} {holders} {job}"
-        assert is_delayed == (state == "delayed") == bool(self.client.exists(self.keys.parked(job_id))), about
+        assert delayed_in == (job["stream"] if state == "delayed" else None), about
+        assert (state == "delayed") == bool(self.client.exists(self.keys.parked(job_id))), about
         assert has_ended == bool(self.client.exists(self.keys.result(job_id))), about
         assert len(holders) == (state in ("queued", "running")), about
         assert self.client.ttl(self.keys.job(job_id)) > 0, about
@@ -326,8 +328,9 @@ class World:
             for broker in self.brokers:
                 self.held[broker.worker_id] = []
                 self.die()
-            for job_id in self.client.zrange(self.keys.delayed, 0, -1):
-                self.client.zadd(self.keys.delayed, {job_id: 1})
+            for delayed in self.keys.delayed_lanes:
+                for job_id in self.client.zrange(delayed, 0, -1):
+                    self.client.zadd(delayed, {job_id: 1})
             self.brokers[0].reclaim([])
             jobs = self.brokers[0].fetch(50)
             self.brokers[0].finish([end_of(job, job.ending or "succeeded") for job in jobs])

@@ -42,7 +42,7 @@ def settings(client: redis.Redis, queue: str) -> dict[bytes, bytes]:
 def delay(client: redis.Redis, queue: str, job_id: str, due_ms: int, lane: str = "normal") -> None:
     """A delayed job that is due at this very millisecond."""
     Broker(client, queue, "producer").enqueue(job_id, lane, b"", delay_s=60)
-    client.zadd(Keys(queue).delayed, {job_id: due_ms})
+    client.zadd(Keys(queue).delayed(lane), {job_id: due_ms})
 
 
 def suspect(client: redis.Redis, queue: str, broker: Broker, job: Delivery) -> None:
@@ -264,10 +264,20 @@ def test_delayed_jobs_of_the_purged_lane_fall_due_with_a_cancel_request(
     delay(redis_client, queue, "other", later_ms, "high")
     assert [admin.purge(["low"]), admin.purge(["low"])] == [2, 2]
     assert [broker.job(job_id).get("cancel") for job_id in ("due", "later", "other")] == ["1", "1", None]
-    due = dict(redis_client.zrange(Keys(queue).delayed, 0, -1, withscores=True))
+    due = {job: at for key in Keys(queue).delayed_lanes for job, at in redis_client.zrange(key, 0, -1, withscores=True)}
     assert due[b"due"] == 5
     assert due[b"later"] <= time.time() * 1000 + 1000
     assert due[b"other"] == later_ms
+
+
+def test_a_job_that_waits_to_be_tried_again_is_purged_as_those_that_are_new(admin: QueueAdmin, broker: Broker) -> None:
+    broker.enqueue("tried", "normal", b"body")
+    broker.retry([(broker.fetch(1)[0], 0.0)])
+    broker.enqueue("running", "high", b"body")
+    [running] = broker.fetch(1)  # the other is due and joins its lane
+    assert admin.purge() == 1
+    [tried] = broker.fetch(1)
+    assert (running.ending, tried.job_id, tried.ending) == ("", "tried", "cancelled")
 
 
 def test_a_job_that_started_meanwhile_is_not_taken_for_a_delayed_one(
@@ -275,7 +285,7 @@ def test_a_job_that_started_meanwhile_is_not_taken_for_a_delayed_one(
 ) -> None:
     broker.enqueue("a", "normal", b"")
     broker.fetch(1)
-    redis_client.zadd(Keys(queue).delayed, {"a": 2**42})
+    redis_client.zadd(Keys(queue).delayed("normal"), {"a": 2**42})
     assert admin.purge() == 0
     assert "cancel" not in broker.job("a")
 

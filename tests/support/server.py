@@ -15,9 +15,9 @@ from worker.broker import Broker
 from worker.claims import Delivery, Emission, Finish
 from worker.connection import connect
 from worker.embedded import EmbeddedServer, find_server
-from worker.keys import Keys
+from worker.keys import LANES, Keys
 
-WITHOUT_LIFETIME = ("jobs:high", "jobs:normal", "jobs:low", "done", "dead", "delayed", "cursor", "cfg")
+WITHOUT_LIFETIME = ("done", "dead", "cursor", "cfg", *(f"{kind}:{lane}" for kind in ("jobs", "delayed") for lane in LANES))
 
 
 def server_binary() -> Path:

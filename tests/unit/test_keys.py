@@ -20,12 +20,13 @@ def test_every_key_carries_the_name_that_the_protocol_gives_it() -> None:
         keys.worker("a"): "worker:a",
         keys.scratch("t", "hash"): "doctor:t:hash",
         keys.control: "ctl",
+        keys.look: "look",
         keys.done: "done",
         keys.dead: "dead",
         keys.workers: "workers",
         keys.cursor: "cursor",
         keys.config: "cfg",
-        keys.delayed: "delayed",
+        keys.delayed("low"): "delayed:low",
         keys.parked("a"): "parked:a",
     }
     assert spelled == {"slotmill:{q}:" + name: name for name in spelled.values()}

@@ -20,6 +20,7 @@ local function log_key(id) return prefix .. 'tok:' .. id end
 local function parked_key(id) return prefix .. 'parked:' .. id end
 local function result_key(id) return prefix .. 'res:' .. id end
 local function lane_key(lane) return prefix .. 'jobs:' .. lane end
+local function delayed_key(lane) return prefix .. 'delayed:' .. lane end
 local function lane_of(key) return string.sub(key, #prefix + #'jobs:' + 1) end
 local function entry_ms(entry) return tonumber(string.match(entry, '^%d+')) end
 
@@ -53,12 +54,12 @@ local function begin(id, entry, lane, enqueued_ms, ...)
     'enqueued_ms', text(enqueued_ms), ...)
 end
 
--- Keeps an entry's fields until `due_ms`, or the job's deadline; worker/scripts/fetch.lua puts them back into the job's lane.
-local function park(id, due_ms, fields)
+-- Keeps an entry's fields until `due_ms`, or the job's deadline; worker/scripts/fetch.lua puts them back into the lane.
+local function park(id, lane, due_ms, fields)
   due_ms = math.min(due_ms, tonumber(redis.call('HGET', job_key(id), 'deadline_ms')) or due_ms)
   local left_s = math.max(0, math.ceil((due_ms - now_ms()) / 1000))
   redis.call('HSET', parked_key(id), unpack(fields))
-  redis.call('ZADD', prefix .. 'delayed', text(due_ms), id)
+  redis.call('ZADD', delayed_key(lane), text(due_ms), id)
   change(id, 'state', 'delayed')
   for _, key in ipairs({ parked_key(id), job_key(id) }) do redis.call('EXPIRE', key, JOB_TTL_S + left_s) end
 end

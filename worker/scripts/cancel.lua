@@ -3,10 +3,10 @@
 -- Returns the job's state, or nil when there is no such job
 
 local id = resolve(ARGV[2])
-local state = redis.call('HGET', job_key(id), 'state')
+local state, lane = unpack(redis.call('HMGET', job_key(id), 'state', 'stream'))
 if state and not ENDED[state] then
   redis.call('HSET', job_key(id), 'cancel', '1')
-  if state == 'delayed' then redis.call('ZADD', prefix .. 'delayed', 0, id) end
+  if state == 'delayed' then redis.call('ZADD', delayed_key(lane), 0, id) end
   publish(ARGV[3], 'cancel ' .. id)
 end
 return state

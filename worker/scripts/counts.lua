@@ -1,6 +1,6 @@
 -- How full the lanes are. KEYS: lanes   ARGV: prefix
--- Returns for each lane {entries, held by workers, age in ms of the oldest one that waits, released, suspects, last entry id
--- delivered}. What it costs does not depend on how many wait.
+-- Returns for each lane {entries, held by workers, age in ms of the oldest one that waits, released, suspects, not due yet, last
+-- entry id delivered}. What it costs does not depend on how many wait.
 
 local function first_waiting(lane, last)
   local new = redis.call('XRANGE', lane, '(' .. last, '+', 'COUNT', 1)[1]
@@ -24,6 +24,7 @@ for i, lane in ipairs(KEYS) do
     for name in pairs(waits) do oldest = math.min(oldest, first_of(lane, name) or now) end
   end
   local held = group.pending - waits[RELEASED] - waits[SUSPECTS]
-  rows[i] = { redis.call('XLEN', lane), held, math.max(0, now - oldest), waits[RELEASED], waits[SUSPECTS], group.last }
+  local delayed = redis.call('ZCARD', delayed_key(lane_of(lane)))
+  rows[i] = { redis.call('XLEN', lane), held, math.max(0, now - oldest), waits[RELEASED], waits[SUSPECTS], delayed, group.last }
 end
 return rows

@@ -1,15 +1,15 @@
 -- Claims up to `free` jobs: suspects (one, if at all), then what was released, then what nobody has seen; high before normal
 -- before low, but that of each `aging` claims that pass by a job of a lower lane the next is that lane's. Jobs that have become
 -- due join their lanes first.
--- KEYS: lanes in the order to serve them, delayed, config, cursor
+-- KEYS: lanes in the order to serve them, config, cursor
 -- ARGV: prefix, owner, nonce, max_body, max_reply (bytes), free, scan (entries looked at, at most), aging, suspects (0 or 1),
 --       then the nonces of earlier calls whose answer the owner never heard: what they claimed is given back first
 -- Returns {deliveries, last delivered entry id of each lane, ms until a delayed job is due or -1, 1 if the queue is paused}
 
 local owner, nonce, max_body, max_reply = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local free, scan, aging, suspects = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local lanes, delayed, config, cursor = { KEYS[1], KEYS[2], KEYS[3] }, KEYS[4], KEYS[5], KEYS[6]
-local PROMOTED = 100 -- at most in one call
+local lanes, config, cursor = { KEYS[1], KEYS[2], KEYS[3] }, KEYS[4], KEYS[5]
+local PROMOTED = 100 -- at most of each lane in one call
 local HELD = 1000 -- claims of the owner that are looked through in each lane
 
 local taken, shipped, num_suspects = {}, 0, 0
@@ -53,7 +53,8 @@ local function take(key, entry, fields, source)
   if suspect then num_suspects = num_suspects + 1 end
   if not state then forget(id) end
   if not n or redis.call('EXISTS', log_key(id)) == 0 then n = '0' end -- a log that is gone cannot be resumed
-  local is_first = (tonumber(attempt) or 0) == 0
+  -- One to be tried again is new in its lane as well; one that runs is where somebody made the group anew.
+  local is_purged = source == 'new' and state ~= 'running' and is_up_to(entry, purged[lane])
   attempt = text((tonumber(attempt) or 0) + 1)
   released = released or '0'
   enqueued = enqueued or text(math.min(now, entry_ms(entry)))
@@ -70,7 +71,6 @@ local function take(key, entry, fields, source)
   local body, around = sizes_of(fields)
   local size = math.max(body, around)
   if size > max_body then fields = false else shipped = shipped + body + around end
-  local is_purged = is_first and is_up_to(entry, purged[lane])
   taken[#taken + 1] = { id, entry, lane, fields, text(size), attempt, released, lease, seed, n, enqueued, started, source,
     ending_of(cancel, deadline, now, is_purged), suspect or '', crashes or '0' }
 end
@@ -97,14 +97,13 @@ local function take_from(lane, most)
   return #taken - before
 end
 
-local function promote()
+local function promote(lane)
+  local delayed = delayed_key(lane_of(lane))
   for _, id in ipairs(redis.call('ZRANGE', delayed, '-inf', now_ms(), 'BYSCORE', 'LIMIT', 0, PROMOTED)) do
     local fields = redis.call('HGETALL', parked_key(id))
-    local lane, attempt = unpack(redis.call('HMGET', job_key(id), 'stream', 'attempt'))
-    if #fields > 0 and not lane then
-      redis.call('XADD', lane_key('normal'), '*', unpack(fields)) -- its hash is gone: it begins as one that nobody has seen
-    elseif #fields > 0 then
-      local entry = redis.call('XADD', lane_key(lane), '*', unpack(fields)) -- first, as a full server refuses it
+    local entry = #fields > 0 and redis.call('XADD', lane, '*', unpack(fields)) -- first, as a full server refuses it
+    local attempt = redis.call('HGET', job_key(id), 'attempt')
+    if entry and attempt then -- else its hash is gone: it begins as one that nobody has seen
       change(id, 'state', 'queued', 'entry', entry)
       if attempt == '0' then redis.call('HSET', job_key(id), 'enqueued_ms', text(entry_ms(entry))) end
       redis.call('HDEL', job_key(id), 'lease', 'owner')
@@ -136,8 +135,10 @@ if #ARGV > 9 then
   for _, lane in ipairs(lanes) do give_back_unheard(lane, unheard) end
 end
 if redis.call('HGET', config, 'paused') == '1' then return { {}, {}, -1, 1 } end
-promote()
-for _, lane in ipairs(lanes) do purged[lane_of(lane)] = redis.call('HGET', config, 'purged:' .. lane_of(lane)) end
+for _, lane in ipairs(lanes) do
+  promote(lane)
+  purged[lane_of(lane)] = redis.call('HGET', config, 'purged:' .. lane_of(lane))
+end
 
 for _, lane in ipairs(lanes) do
   if #taken < math.min(suspects, free) then take_held(lane, SUSPECTS, 1) end
@@ -157,5 +158,8 @@ for i, lane in ipairs(lanes) do
   if left ~= passed[i] then redis.call('HSET', cursor, 'passed:' .. lane_of(lane), text(math.max(0, left))) end
   num_above = num_above + served[i]
 end
-local due = redis.call('ZRANGE', delayed, 0, 0, 'WITHSCORES')[2]
-return { taken, seen, due and math.max(0, tonumber(due) - now_ms()) or -1, 0 }
+local due = math.huge
+for _, lane in ipairs(lanes) do
+  due = math.min(due, tonumber(redis.call('ZRANGE', delayed_key(lane_of(lane)), 0, 0, 'WITHSCORES')[2]) or due)
+end
+return { taken, seen, due < math.huge and math.max(0, due - now_ms()) or -1, 0 }

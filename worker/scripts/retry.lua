@@ -18,6 +18,6 @@ for i = 1, #item[2], 2 do
     fields[#fields + 1] = item[2][i + 1]
   end
 end
-park(id, now_ms() + ARGV[5], fields)
+park(id, lane_of(lane), now_ms() + ARGV[5], fields)
 drop(lane, entry)
 return 'ok'
