@@ -26,6 +26,7 @@ from engine import fusion, model, model_runner
 from engine.attention import probe_ids
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_cache import memory_line
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
 from tests.support import parity as support
@@ -182,7 +183,7 @@ def large(device: str, is_dry: bool) -> Iterator[Case]:
 def _steps(shape: str, device: str, is_dry: bool) -> Iterator[Case]:
     made: Any = cache(lambda: _runner(shape, device, is_dry))
     reached = cache(lambda: copy_bandwidth(device, is_dry))
-    yield f"start of {shape}", lambda: {"start_s": made()[1], "memory": " | ".join(made()[0].memory_table().split("\n"))}
+    yield f"start of {shape}", lambda: {"start_s": made()[1], "memory": " | ".join(map(memory_line, made()[0].memory_rows()))}
     for batch in (2,) if is_dry else (256, 64, 1):
         for is_ahead in (True, False):
             name = f"{shape} x {batch} {'ahead' if is_ahead else 'in turn'}"

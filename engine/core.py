@@ -32,7 +32,7 @@ from engine.sampler import Pending, Row, SamplingInput, launch, score
 from engine.scheduler import PreemptionCosts, Scheduler
 from engine.sequence import Sequence
 from engine.staging import staging_for
-from engine.stats import StepStats, StepTimes
+from engine.stats import StepStats, StepTimes, SwapTimes
 from engine.stopping import check_stop
 
 MAX_STALLED_STEPS = 16
@@ -66,6 +66,10 @@ class Runner(Protocol):
 
     def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
         """Move blocks, before the step that needs them; see `BlockMoves`."""
+        ...
+
+    def swap_times(self) -> SwapTimes:
+        """Seconds of the swaps that have ended since the last call."""
         ...
 
     def forward(self, model_input: ModelInput) -> Tensor:
@@ -356,6 +360,7 @@ class Engine:
             num_slots_taken=scheduler.num_slots_taken,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             num_preemptions=len(output.preempted) if output else 0,
+            swap_times=self._runner.swap_times(),
             num_leaked_blocks=num_leaked,
             num_wasted_tokens=self._num_wasted if output else 0,
             **counts,

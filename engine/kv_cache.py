@@ -18,6 +18,7 @@ from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
 from engine.host_pool import HostPool, StreamedHostPool, columns
 from engine.staging import staging_for
+from engine.stats import MemoryCounts, MemoryRow
 from kernels.dispatch import block_kernels
 
 GIB = 1 << 30
@@ -37,6 +38,12 @@ def kv_bytes_per_token(geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Bytes of one position's keys and values over all layers, with their scales where there are any."""
     vector_bytes = geometry.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype in KV_DTYPES.values() else 0)
     return 2 * geometry.num_layers * geometry.num_kv_heads * vector_bytes
+
+
+def memory_line(row: MemoryRow) -> str:
+    """A row of the table as text."""
+    size = f"{row.size_bytes / MIB:>10.1f} MiB" if row.size_bytes >= MIB else f"{row.size_bytes:>10} B  "
+    return f"{row.name:<19} {size}  {row.note}".rstrip()
 
 
 class KVCache:
@@ -152,23 +159,41 @@ class Memory:
             )
         return config.swap_blocks
 
-    def table(self, num_blocks: int, num_host_blocks: int = 0) -> str:
-        """Lines for people: where the memory goes, and what the cache holds."""
-        tokens = num_blocks * self.block_size
-        rows: tuple[tuple[str, int, str], ...] = (
-            ("total", self.total_bytes, self.device),
-            ("weights", self.weights_bytes, ""),
-            ("free after loading", self.free_bytes, ""),
-            ("peak activations", self.activation_bytes, ""),
-            *([("decode graphs", self.graph_bytes, self.graph_note)] if self.graph_bytes else []),
-            ("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks} blocks of {self.block_size} = {tokens} tokens"),
+    def counts(self, num_blocks: int) -> MemoryCounts:
+        """Where the device's memory goes beside `num_blocks` usable blocks; nothing on a CPU, whose memory is everybody's."""
+        if self.device == "cpu":
+            return MemoryCounts()
+        kv_cache_bytes = (num_blocks + 1) * self.block_bytes
+        return MemoryCounts(
+            weights=self.weights_bytes,
+            kv_cache=kv_cache_bytes,
+            activations=self.activation_bytes,
+            graphs=self.graph_bytes,
+            other=max(0, self.total_bytes - self.free_bytes - self.weights_bytes),
+            free=max(0, self.free_bytes - self.activation_bytes - self.graph_bytes - kv_cache_bytes),
         )
-        if num_host_blocks:
-            note = f"{num_host_blocks} blocks, of {self.host_free_bytes / MIB:.1f} MiB free on the host"
-            rows += (("swapped KV, on host", num_host_blocks * self.block_bytes, note),)
-        lines = [f"{name:<19} {size / MIB:>10.1f} MiB  {note}".rstrip() for name, size, note in rows]
-        longest = min(tokens, self.max_model_len)
-        return "\n".join([*lines, f"{'per token':<19} {self.token_bytes:>10} B    longest sequence {longest} tokens"])
+
+    def rows(self, num_blocks: int, num_host_blocks: int = 0) -> tuple[MemoryRow, ...]:
+        """For people: where the memory goes, and what the cache holds."""
+        tokens = num_blocks * self.block_size
+        host_note = f"{num_host_blocks} blocks, of {self.host_free_bytes / MIB:.1f} MiB free on the host"
+        rows = (
+            MemoryRow("total", self.total_bytes, self.device),
+            MemoryRow("weights", self.weights_bytes),
+            MemoryRow("free after loading", self.free_bytes),
+            MemoryRow("peak activations", self.activation_bytes),
+            MemoryRow("decode graphs", self.graph_bytes, self.graph_note),
+            MemoryRow(
+                "KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks} blocks of {self.block_size} = {tokens} tokens"
+            ),
+            MemoryRow("swapped KV, on host", num_host_blocks * self.block_bytes, host_note),
+            MemoryRow("per token", self.token_bytes, f"longest sequence {min(tokens, self.max_model_len)} tokens"),
+        )
+        return tuple(row for row in rows if row.size_bytes)
+
+    def table(self, num_blocks: int, num_host_blocks: int = 0) -> str:
+        """The same as lines of text."""
+        return "\n".join(memory_line(row) for row in self.rows(num_blocks, num_host_blocks))
 
     def _wanted(self, config: EngineConfig, max_slots: int, room: int) -> int:
         if config.kv_blocks is not None:

@@ -4,12 +4,12 @@ queue side -> engine:  Request (engine/request.py), Abort, Shutdown
 engine -> queue side:  EngineLoading*, then EngineReady or EngineFailed; StepReport and RequestRejected after that
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.errors import RequestRefused
 from engine.request import FinishReason
-from engine.stats import StepStats
+from engine.stats import MemoryCounts, MemoryRow, StepStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,10 @@ class EngineReady:
     block_size: int
     num_blocks: int
     load_s: float
-    memory_table: str
-    """Human-readable lines: total, free, weights, peak activations, blocks."""
+    memory_rows: tuple[MemoryRow, ...]
+    """For people: total, free, weights, peak activations, blocks."""
     block_bytes: int = 0
+    memory: MemoryCounts = field(default_factory=MemoryCounts)
 
 
 @dataclass(frozen=True, slots=True)

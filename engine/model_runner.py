@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from engine.sampler import SamplingInput, sample
 from engine.sequence import Sequence
 from engine.shard import WHOLE, Shard, weights_bytes
 from engine.staging import staging_for
+from engine.stats import MemoryCounts, MemoryRow, SwapTimes
 from kernels.dispatch import attention_kernels, layer_kernels
 
 # Least bytes of device memory -> (max_slots, token_budget), largest first.
@@ -105,9 +106,18 @@ class ModelRunner:
     def close(self) -> None:
         """Let go of what does not end with the process: nothing, where one process computes the whole model."""
 
-    def memory_table(self) -> str:
-        """Lines for people: where the memory goes, and what the cache holds."""
-        return self._memory.table(self.scheduler_config.num_blocks, self.scheduler_config.num_host_blocks)
+    def swap_times(self) -> SwapTimes:
+        """Seconds of the swaps that have ended since the last call; waits for none."""
+        return self._kv_cache.host_pool.take_times()
+
+    def memory_counts(self) -> MemoryCounts:
+        """Bytes of the GPUs by use; those of a model's other parts are taken to be like this one's."""
+        counts = self._memory.counts(self.scheduler_config.num_blocks)
+        return MemoryCounts(**{use: self._shard.size * size for use, size in asdict(counts).items()})
+
+    def memory_rows(self) -> tuple[MemoryRow, ...]:
+        """For people: where the memory goes, and what the cache holds."""
+        return self._memory.rows(self.scheduler_config.num_blocks, self.scheduler_config.num_host_blocks)
 
     def _fuse(self, *, is_int8: bool) -> None:
         """Replace the layers, and prove that the model still computes what it did."""

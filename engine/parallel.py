@@ -114,6 +114,7 @@ def _follow(conn: Connection, rank: int, size: int) -> None:
             runner.forward(_unpacked(arguments[0], staging))
         else:
             getattr(runner, method)(*arguments)
+            runner.swap_times()  # rank 0's are told; these are only let go
 
 
 def main() -> int:

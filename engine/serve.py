@@ -97,7 +97,7 @@ def _load_and_serve(conn: Connection) -> int:
     except EngineError as error:
         conn.send(EngineFailed(str(error)))
         return 1
-    conn.send(_ready(runner, time.perf_counter() - started))
+    conn.send(ready_message(runner, time.perf_counter() - started))
     gc.collect()
     gc.enable()
     gc.freeze()  # what was loaded lives as long as the process: later collections need not look at it
@@ -154,8 +154,9 @@ def serve(engine: "Engine", conn: Connection) -> None:
         raise
     except Exception as error:  # noqa: BLE001  whatever it was, who waits for it is told
         place = traceback.extract_tb(error.__traceback__)[-1]
+        # In one piece, as the queue side writes lines there too, and first, as it may end this process once it is told.
+        os.write(sys.stderr.fileno(), traceback.format_exc().encode())
         conn.send(EngineFailed(f"a step failed at {Path(place.filename).name}:{place.lineno}: {one_line(error)}"))
-        os.write(sys.stderr.fileno(), traceback.format_exc().encode())  # at once: the queue side writes lines there too
         raise SystemExit(1) from None
 
 
@@ -189,7 +190,8 @@ def _handle(engine: "Engine", conn: Connection, message: object) -> bool:
             raise AssertionError(f"unknown message {type(message).__name__}")
 
 
-def _ready(runner: "ModelRunner", load_s: float) -> EngineReady:
+def ready_message(runner: "ModelRunner", load_s: float) -> EngineReady:
+    """What an engine with this runner says of itself."""
     limits, geometry = runner.scheduler_config, runner.geometry
     return EngineReady(
         model_dir=str(runner.tokenizer_dir),
@@ -202,8 +204,9 @@ def _ready(runner: "ModelRunner", load_s: float) -> EngineReady:
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         load_s=load_s,
-        memory_table=runner.memory_table(),
+        memory_rows=runner.memory_rows(),
         block_bytes=runner.kv_bytes_per_token * limits.block_size,
+        memory=runner.memory_counts(),
     )
 
 

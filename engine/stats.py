@@ -1,6 +1,7 @@
-"""What one step counted: where each slot went, how full the KV cache is, where the time went."""
+"""What is counted of an engine: where its memory went; of each step where slots and time went, and how full the KV cache is."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +54,52 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapTimes:
+    """Seconds that the swaps of a step took, one number for each direction of each step; known once they are done."""
+
+    out_s: tuple[float, ...] = ()
+    in_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCounts:
+    """Bytes of the GPUs of an engine by use, as planned when it had loaded; they sum to all of it. Zeros on a CPU."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    activations: int = 0
+    """Kept for the largest step."""
+    graphs: int = 0
+    other: int = 0
+    """What was gone beside the weights: the driver's context, other processes."""
+    free: int = 0
+    """What nothing is planned for."""
+
+
+class MemoryRow(NamedTuple):
+    """A line of the table that says where the device's memory goes."""
+
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """The record of one step. `num_tokens == 0` marks a report without a step (after an abort, so that gauges stay true)."""
 
-    slots: SlotCounts
-    kv: KVCounts
-    times: StepTimes
-    num_tokens: int
+    slots: SlotCounts = SlotCounts()
+    kv: KVCounts = KVCounts()
+    times: StepTimes = StepTimes()
+    num_tokens: int = 0
     """Tokens computed."""
-    num_prefill_tokens: int
-    num_generated_tokens: int
-    num_running: int
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_running: int = 0
     """Sequences that hold slots after the step: one, or one for each choice that is still to fork from it."""
-    num_slots_taken: int
-    num_waiting: int
-    num_preemptions: int
+    num_slots_taken: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
     num_swap_preemptions: int = 0
     """Of those, the ones by swap; the others are computed again."""
     num_preempted_tokens: int = 0
@@ -76,6 +108,8 @@ class StepStats:
     """Computed positions swapped out in this step."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    swap_times: SwapTimes = SwapTimes()
+    """Of swaps that are done; on a GPU, which goes on meanwhile, often those of an earlier step."""
     num_copied_blocks: int = 0
     """Copies on write."""
     num_prefix_queries: int = 0

@@ -180,7 +180,7 @@ def test_longrope_is_served_up_to_the_length_it_was_first_trained_on(tmp_path: P
 
 
 def test_the_memory_table_names_blocks_and_tokens(runner: ModelRunner) -> None:
-    assert "40 blocks of 16 = 640 tokens" in runner.memory_table()
+    assert "40 blocks of 16 = 640 tokens" in [row.note for row in runner.memory_rows()]
 
 
 def test_a_step_that_samples_nothing_has_no_logits(runner: ModelRunner) -> None:

@@ -46,6 +46,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelRunner]:
     monkeypatch.setattr(kv_cache, "HostPool", host_pool.StreamedHostPool)  # on streams that run everything at once
     for name in ("Stream", "current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda _: Mock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: 1.0))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     for module in (kv_cache, host_pool):
         monkeypatch.setattr(module, "block_kernels", lambda _: dispatch._triton_blocks())

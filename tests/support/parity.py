@@ -20,6 +20,7 @@ from engine.decision import Moves
 from engine.messages import RequestRejected, StepReport, TokenEvent, TokenLogprobs
 from engine.model_runner import ModelRunner
 from engine.request import FinishReason, Request, SamplingParams
+from engine.stats import SwapTimes
 
 BLOCK = 8
 HOST_BLOCKS = 64
@@ -51,6 +52,9 @@ class Configured:
 
     def move(self, swapped_out: Moves, copied: Moves, swapped_in: Moves) -> None:
         self._runner.move(swapped_out, copied, swapped_in)
+
+    def swap_times(self) -> SwapTimes:
+        return self._runner.swap_times()
 
     def forward(self, model_input: ModelInput) -> Tensor:
         return self._runner.forward(model_input)

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
 from engine.kv_cache import GIB, MIB, KVCache, Memory, kv_bytes_per_token
+from engine.stats import MemoryCounts, SwapTimes
 
 CPU = torch.device("cpu")
 ONE_BYTE = [torch.int8, torch.float8_e4m3fn]
@@ -200,9 +202,31 @@ def test_swapping_is_measured_and_changes_nothing() -> None:
     assert held(cache.blocks) == list(range(21))
 
 
+class Event:
+    """Of a device that works for 2 ms between any two of them, and comes to none before it is told to."""
+
+    num_recorded = num_passed = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        Event.num_recorded += 1
+        self.number = Event.num_recorded
+
+    def query(self) -> bool:
+        return self.number <= Event.num_passed
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 2.0 * (later.number - self.number)
+
+
 @pytest.fixture
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that run everything at once, where there is no GPU."""
+    monkeypatch.setattr(Event, "num_recorded", 0)
+    monkeypatch.setattr(Event, "num_passed", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Mock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -220,6 +244,31 @@ def test_a_staged_pool_moves_the_same_blocks_in_pieces(num_staged: int, monkeypa
     pool.swap_in([(2, 1), (4, 2), (0, 3), (3, 9)])
 
     assert held(cache.blocks) == [0, 9, 1, 2, -1, -1, -1, -1, -1, 7]
+
+
+@pytest.mark.usefixtures("one_stream")
+def test_the_seconds_of_a_staged_swap_are_told_once_when_it_is_done_and_not_waited_for() -> None:
+    pool = host_pool.StreamedHostPool(numbered(9, 5).blocks, 5)
+    pool.swap_out([(1, 4)])
+    pool.swap_out([(2, 3)])
+    pool.swap_in([(4, 1)])
+    assert pool.take_times() == SwapTimes()
+    Event.num_passed = 2
+    assert pool.take_times() == SwapTimes(out_s=(0.002,))
+    Event.num_passed = 6
+    assert pool.take_times() == SwapTimes(out_s=(0.002,), in_s=(0.002,))
+    assert pool.take_times() == SwapTimes()
+
+
+def test_the_seconds_of_a_copy_in_memory_are_told_once() -> None:
+    cache = numbered(20, 3)
+    cache.host_pool.swap_s_per_block()
+    assert cache.host_pool.take_times() == SwapTimes()
+    cache.move([(1, 0), (2, 1)], [], [(0, 3)])
+    times = cache.host_pool.take_times()
+    assert [len(times.out_s), len(times.in_s)] == [1, 1]
+    assert 0 < times.out_s[0] < 1
+    assert cache.host_pool.take_times() == SwapTimes()
 
 
 def test_without_host_blocks_swapping_takes_for_ever() -> None:
@@ -252,6 +301,19 @@ def test_graphs_take_from_what_the_cache_would_get() -> None:
     assert machine.num_blocks(config(), max_slots=1) == int(0.9 * 2 * GIB - GIB // 2 - GIB // 4) // (16 * 1024) - 1
     with pytest.raises(OutOfMemory, match=rf"at most {5 * GIB // 4 // (16 * 1024) - 1} fit"):
         machine.num_blocks(config(kv_blocks=10**6), max_slots=1)
+
+
+def test_the_uses_of_a_gpus_memory_sum_to_all_of_it() -> None:
+    machine = memory(device="cuda:0", graph_bytes=GIB // 4)
+    counts = machine.counts(120)
+
+    assert sum(getattr(counts, item.name) for item in fields(counts)) == machine.total_bytes
+    assert counts.kv_cache == 121 * machine.block_bytes
+    assert counts.other == machine.total_bytes - machine.free_bytes - machine.weights_bytes
+
+
+def test_a_cpus_memory_is_not_counted() -> None:
+    assert memory().counts(120) == MemoryCounts()
 
 
 def test_the_table_has_a_line_for_graphs_where_there_are_some() -> None:
