@@ -56,6 +56,8 @@ KEEPALIVE_S: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 FORMS: Final = (
     "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host:26379/master or redis+cluster://host:6379"
 )
+REST_S: Final = 5.0
+"""What has begun to arrive on a channel is waited for so long."""
 NOT_NOW: Final = "does not serve this now"
 
 _SEVERAL: Final = re.compile(
@@ -131,7 +133,11 @@ def hear(subscription: redis.client.PubSub, timeout_s: float) -> tuple[str, byte
     `subscribe`: a confirmation, the first or another after redis-py has reconnected by itself. ConnectionError when the channel
     has moved to another node of the cluster.
     """
-    message = subscription.get_message(timeout=timeout_s)
+    subscription.check_health()
+    connection: Any = subscription.connection
+    if not connection.can_read(timeout=timeout_s):  # get_message alone would drop the connection at half a message
+        return None
+    message = subscription.get_message(timeout=REST_S)
     if message is None:
         return None
     kind = message["type"].removeprefix("s") if message["type"] in ("smessage", "ssubscribe") else message["type"]
@@ -156,6 +162,8 @@ def _remedy(error: redis.RedisError) -> str:
         return "it answers, but not this: mend its settings, or give the URL of another"
     if isinstance(error, redis.BusyLoadingError) or "max number of clients" in said or NOT_NOW in said:
         return "it is busy: try again later, or give the URL of another"
+    if isinstance(error, redis.TimeoutError):
+        return "see whether it answers a PING on its own host, then look at the way there"
     return "start one with `worker redis`, or give the URL of another"
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from worker.broker import LaneCounts
 from worker.command import plain
 from worker.queue_admin import DeadRow, QueueStats
 
@@ -41,7 +42,7 @@ def stats_text(stats: QueueStats) -> str:
     """A screen of what a queue holds, and who serves it."""
     due = "" if stats.due_in_s is None else f" (next due in {span(stats.due_in_s)})"
     parts = [
-        f"queue {stats.queue}: {_condition(stats)}",
+        f"queue {stats.queue}: {condition(stats)}",
         _lanes(stats),
         f"delayed {stats.delayed}{due}, dead {stats.dead}, done {stats.done}",
     ]
@@ -59,12 +60,13 @@ def stats_data(stats: QueueStats) -> dict[str, Any]:
             "held": lane.pending,
             "released": lane.released,
             "suspects": lane.suspects,
+            "delayed": lane.delayed,
             "oldest_age_s": lane.oldest_age_s,
         }
         for name, lane in stats.lanes.items()
     }
     workers = [
-        worker | {name: int(worker[name]) for name in _NUMBERS if name in worker} | {"seen_s": float(worker["seen_s"])}
+        worker | {name: _count(worker[name]) for name in _NUMBERS if name in worker} | {"seen_s": float(worker["seen_s"])}
         for worker in stats.workers
     ]
     return asdict(stats) | {"lanes": lanes, "workers": workers}
@@ -95,22 +97,29 @@ def _when(row: DeadRow) -> str:
     return f"{datetime.fromtimestamp(row.dead_ms / 1000, UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
-def _condition(stats: QueueStats) -> str:
+def condition(stats: QueueStats) -> str:
+    """Whether it is open, paused or closed, and its limit, in words."""
     words = [word for word, holds in (("paused", stats.is_paused), ("closed", stats.is_closed)) if holds] or ["open"]
     return ", ".join([*words, "no limit" if stats.max_queued is None else f"limit {stats.max_queued}"])
 
 
 def _lanes(stats: QueueStats) -> str:
-    head = ("lane", "entries", "waiting", "held", "released", "suspects", "oldest")
-    rows = [
-        (name, *map(str, (lane.entries, lane.waiting, lane.pending, lane.released, lane.suspects)), _oldest(lane.oldest_age_s))
-        for name, lane in stats.lanes.items()
-    ]
+    head = ("lane", "entries", "waiting", "held", "released", "suspects", "delayed", "oldest")
+    rows = [(name, *map(str, _numbers(lane)), _oldest(lane.oldest_age_s)) for name, lane in stats.lanes.items()]
     return table([head, *rows])
+
+
+def _numbers(lane: LaneCounts) -> tuple[int, ...]:
+    return lane.entries, lane.waiting, lane.pending, lane.released, lane.suspects, lane.delayed
 
 
 def _oldest(age_s: float) -> str:
     return span(age_s) if age_s else "-"
+
+
+def _count(text: str) -> int:
+    """A number that a worker wrote, 0 for what is none."""
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 def _workers(stats: QueueStats) -> str:

@@ -234,7 +234,7 @@ def test_a_queue_without_workers_is_told_what_waits(admin: redis.Redis, doctor: 
     assert broker.fetch(1)
     admin.xadd(keys.lane("low"), {"j": "{}"}, id="1000-0")
     admin.xadd(keys.dead, {"id": "b"})
-    admin.zadd(keys.delayed, {"c": 1000, "d": (time.time() + 3600) * 1000})
+    admin.zadd(keys.delayed("high"), {"c": 1000, "d": (time.time() + 3600) * 1000})
     admin.hset(keys.config, "paused", "1")
     _, rows = doctor(only="queue")
     assert set(rows) - set(amiss(rows)) == {"group"}
@@ -260,6 +260,19 @@ def test_a_remedy_names_the_server_that_was_asked_and_no_password(
     admin.acl_setuser("w", enabled=True, passwords=["+s3cret"], categories=["+@all"], keys=["*"], channels=["*"])
     _, rows = doctor(only="queue", user=user)
     assert rows["workers"]["remedy"] == named.format(url=own.url)
+
+
+def test_what_a_remedy_does_stands_behind_the_command(
+    own: EmbeddedServer, admin: redis.Redis, doctor: Doctor, make_own_broker: BrokerMaker
+) -> None:
+    gone = make_own_broker("gone")
+    gone.ensure_group()
+    Producer(admin, QUEUE).add("a", prompt="a")
+    gone.fetch(1)
+    _, rows = doctor(only="queue")
+    command, _, effect = rows["abandoned"]["remedy"].partition("; ")
+    assert command == f"worker start --queue {QUEUE} --redis-url {own.url}"
+    assert effect.startswith("it takes them over")
 
 
 def test_what_an_unknown_asks_for_lets_a_limited_user_know(admin: redis.Redis, doctor: Doctor) -> None:

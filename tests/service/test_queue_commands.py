@@ -70,7 +70,7 @@ def test_stats_are_a_screen_of_the_queue(run: Run, broker: Broker, capsys: Captu
     broker.heartbeat({"model": "m", "slots": 8, "active": 3, "state": "serving"})
     assert run("queue", "stats") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["low", "1", "1", "0", "0", "0", "0", "s"] in rows
+    assert ["low", "1", "1", "0", "0", "0", "0", "0", "s"] in rows
     assert any(row[:5] == ["me", "m", "8", "3", "serving"] for row in rows)
 
 
@@ -122,7 +122,7 @@ def test_a_drain_ends_when_the_last_job_has(
 
 
 def test_a_drain_waits_for_what_is_delayed(run: Run, redis_client: redis.Redis, queue: str, capsys: Capture) -> None:
-    redis_client.zadd(Keys(queue).delayed, {"a": 2**42})
+    redis_client.zadd(Keys(queue).delayed("low"), {"a": 2**42})
     assert run("queue", "drain", "--timeout-s", "0") == 4
     assert "1 job left, 1 of them delayed after 0 s; it stays closed; `worker queue resume" in capsys.readouterr().err
 

@@ -1,13 +1,16 @@
-"""What a server's URL means, without a server."""
+"""What a server's URL means, and how a channel is heard, without a server."""
 
 import socket
+import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 import redis
 from redis.connection import SSLConnection
 
-from worker.connection import connect, describe, hide_password
+from tests.support.wait import wait_until
+from worker.connection import connect, describe, hear, hide_password, subscribe, unavailable
 from worker.errors import InvalidOption
 
 SECRET = "s3cret-pa55"
@@ -142,3 +145,35 @@ def test_a_slot_that_nobody_owns_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_password_is_never_shown(url: str, shown: str) -> None:
     assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (redis.ConnectionError("Connection refused."), "start one with `worker redis`"),
+        (redis.TimeoutError("Timeout reading from socket"), "see whether it answers a PING on its own host"),
+    ],
+    ids=["nothing listens", "it stands still"],
+)
+def test_a_server_that_stands_still_is_not_one_to_be_started(error: redis.RedisError, remedy: str) -> None:
+    with connect("redis://h") as client:
+        assert remedy in str(unavailable(client, error))
+
+
+def test_a_message_that_has_come_by_half_is_heard_whole() -> None:
+    message = b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$4\r\nword\r\n"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        connect(f"redis://127.0.0.1:{server.getsockname()[1]}") as client,
+        closing(subscribe(client, "c")) as subscription,
+        server.accept()[0] as peer,
+    ):
+        peer.sendall(b"*3\r\n$9\r\nsubscribe\r\n$1\r\nc\r\n:1\r\n")
+        assert hear(subscription, 5.0) == ("subscribe", 1)
+        peer.sendall(message[:20])
+        wait_until(lambda: subscription.connection.can_read(0.0), message="half a message")
+        rest = threading.Timer(0.2, peer.sendall, [message[20:]])
+        rest.start()
+        assert hear(subscription, 0.0) == ("message", b"word")
+        rest.join()
+        assert hear(subscription, 0.0) is None

@@ -10,12 +10,12 @@ from packaging.requirements import Requirement
 from redis.exceptions import NoPermissionError, ReadOnlyError, ResponseError
 
 from engine.errors import ConfigError
-from worker import doctor_machine, doctor_queue, doctor_server
 from worker.broker import LaneCounts
-from worker.doctor_facts import TRIALS, ServerFacts, commands_used
-from worker.doctor_machine import MachineFacts
-from worker.doctor_queue import Consumer, QueueFacts
-from worker.findings import GIB, Finding, Row, run_checks
+from worker.doctor import machine_checks, queue_checks, server_checks
+from worker.doctor.findings import GIB, Finding, Row, run_checks
+from worker.doctor.machine_checks import MachineFacts
+from worker.doctor.queue_checks import Consumer, QueueFacts
+from worker.doctor.server_facts import TRIALS, ServerFacts, commands_used
 from worker.keys import Keys
 
 REFUSED = NoPermissionError("this user has no permissions to run the 'it' command")
@@ -106,7 +106,7 @@ def judged(check: Callable[[Any], Finding], facts: object) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("section", "facts"), [(doctor_server, SERVER), (doctor_queue, QUEUE), (doctor_machine, MACHINE)], ids=["s", "q", "m"]
+    ("section", "facts"), [(server_checks, SERVER), (queue_checks, QUEUE), (machine_checks, MACHINE)], ids=["s", "q", "m"]
 )
 def test_nothing_is_amiss_where_all_is_as_it_should_be(section: Any, facts: object) -> None:
     rows = run_checks("part", section.CHECKS, facts)
@@ -116,7 +116,13 @@ def test_nothing_is_amiss_where_all_is_as_it_should_be(section: Any, facts: obje
 @pytest.mark.parametrize(
     ("check", "facts", "verdict", "found", "remedy"),
     [
-        ("reachable", replace(SERVER, latencies_s=[0.001, 0.02, 0.02]), "warn", "20.00 ms, the median of 3", "nearer"),
+        (
+            "reachable",
+            replace(SERVER, latencies_s=[0.001, 0.02, 0.5]),
+            "warn",
+            "20.00 ms, the median of 3 PINGs, 500.00 ms the slowest",
+            "nearer",
+        ),
         ("version", info(valkey_version="8.1.8"), "ok", "Valkey 8.1.8", ""),
         ("version", replace(SERVER, known={"FUNCTION": False}), "fail", "Redis 7.0.15: has no FUNCTION", "Redis 7.0 or newer"),
         ("commands", replace(SERVER, known={**SERVER.known, "XADD": False}), "fail", "without XADD", "rename-command"),
@@ -170,7 +176,7 @@ def test_nothing_is_amiss_where_all_is_as_it_should_be(section: Any, facts: obje
 def test_a_server_that_is_amiss_is_told_how_to_be_mended(
     check: str, facts: ServerFacts, verdict: str, found: str, remedy: str
 ) -> None:
-    row = judged(getattr(doctor_server, check), facts)
+    row = judged(getattr(server_checks, check), facts)
     assert (row.verdict, row.check) == (verdict, check)
     assert found in row.found
     assert remedy in row.remedy
@@ -188,7 +194,7 @@ def test_a_server_that_is_amiss_is_told_how_to_be_mended(
 )
 def test_the_slot_of_the_queue_must_be_served(state: str, slots: Any, verdict: str, found: str) -> None:
     facts = replace(info(cluster_enabled=1), cluster={"cluster_state": state}, slots=slots)
-    row = judged(doctor_server.cluster, facts)
+    row = judged(server_checks.cluster, facts)
     assert (row.verdict, found in row.found) == (verdict, True)
 
 
@@ -204,7 +210,7 @@ def test_the_slot_of_the_queue_must_be_served(state: str, slots: Any, verdict: s
 )
 def test_what_a_user_may_not_do_is_granted_by_one_command(said: str, grants: str) -> None:
     trials = {**SERVER.trials, "XADD": NoPermissionError(said), "SET": ResponseError("OOM")}
-    row = judged(doctor_server.permissions, replace(SERVER, url="redis://w:s3cret@h/0", trials=trials))
+    row = judged(server_checks.permissions, replace(SERVER, url="redis://w:s3cret@h/0", trials=trials))
     assert (row.verdict, row.remedy) == ("fail", f"ACL SETUSER w {grants}")
 
 
@@ -220,7 +226,7 @@ def test_a_server_that_tells_nothing_makes_checks_unknown_and_says_why() -> None
         known=REFUSED,
         ahead_s=REFUSED,
     )
-    rows = {row.check: row for row in run_checks("server", doctor_server.CHECKS, silent)}
+    rows = {row.check: row for row in run_checks("server", server_checks.CHECKS, silent)}
     told = {"reachable", "scripts", "permissions", "writes", "password", "tls"}
     assert {name for name, row in rows.items() if row.verdict == "ok"} == told
     assert {row.verdict for name, row in rows.items() if name not in told} == {"unknown"}
@@ -230,7 +236,7 @@ def test_a_server_that_tells_nothing_makes_checks_unknown_and_says_why() -> None
 
 @pytest.mark.parametrize("value", [None, "plenty"])
 def test_a_server_without_a_field_makes_the_check_unknown(value: object) -> None:
-    assert judged(doctor_server.memory, info(used_memory=value)).verdict == "unknown"
+    assert judged(server_checks.memory, info(used_memory=value)).verdict == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_a_server_without_a_field_makes_the_check_unknown(value: object) -> None
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_queue_that_nobody_serves_well_is_told(check: str, facts: QueueFacts, verdict: str, found: str, remedy: str) -> None:
-    row = judged(getattr(doctor_queue, check), facts)
+    row = judged(getattr(queue_checks, check), facts)
     assert row.verdict == verdict
     assert found in row.found
     assert remedy in row.remedy
@@ -290,17 +296,17 @@ def test_a_queue_that_nobody_serves_well_is_told(check: str, facts: QueueFacts, 
 def test_a_machine_that_is_amiss_is_told_how_to_be_mended(
     check: str, facts: MachineFacts, verdict: str, found: str, remedy: str
 ) -> None:
-    row = judged(getattr(doctor_machine, check), facts)
+    row = judged(getattr(machine_checks, check), facts)
     assert row.verdict == verdict
     assert found in row.found
     assert remedy in row.remedy
 
 
 def test_the_kernels_of_this_machine_equal_their_twins() -> None:
-    selfcheck = doctor_machine.Selfcheck()
+    selfcheck = machine_checks.Selfcheck()
     report = selfcheck.report()
     assert isinstance(report, Mapping), report
-    assert judged(doctor_machine.kernels, replace(MACHINE, torch=report)).verdict == "ok"
+    assert judged(machine_checks.kernels, replace(MACHINE, torch=report)).verdict == "ok"
     assert {row["name"] for row in report["kernels"]} == {"cpu", "cpu layers", "invariant"}
 
 
@@ -308,11 +314,11 @@ def test_the_kernels_of_this_machine_equal_their_twins() -> None:
     ("code", "reason"), [("raise SystemExit('no torch here')", "no torch here"), ("raise SystemExit(3)", "ended with 3")]
 )
 def test_a_selfcheck_that_fails_says_why(code: str, reason: str) -> None:
-    selfcheck = doctor_machine.Selfcheck((doctor_machine.SELFCHECK[0], "-c", code))
+    selfcheck = machine_checks.Selfcheck((machine_checks.SELFCHECK[0], "-c", code))
     assert selfcheck.report() == reason
 
 
 def test_this_machine_is_looked_at_without_an_error() -> None:
-    facts = doctor_machine.gather("smollm2-135m-instruct", 0, TORCH)
-    rows = {row.check: row for row in run_checks("machine", doctor_machine.CHECKS, facts)}
+    facts = machine_checks.gather("smollm2-135m-instruct", 0, TORCH)
+    rows = {row.check: row for row in run_checks("machine", machine_checks.CHECKS, facts)}
     assert {rows[name].verdict for name in ("python", "packages", "model")} == {"ok"}

@@ -66,10 +66,10 @@ def test_the_first_line_tells_the_settings(changes: dict[str, object], shown: st
 
 
 def test_a_lane_tells_who_waits_and_who_runs() -> None:
-    lanes = {lane: LaneCounts(0, 0, 0.0) for lane in LANES} | {"normal": LaneCounts(9, 4, 75.0, 2, 1)}
+    lanes = {lane: LaneCounts(0, 0, 0.0) for lane in LANES} | {"normal": LaneCounts(9, 4, 75.0, 2, 1, 3)}
     rows = [line.split() for line in stats_text(stats_of(lanes=lanes)).splitlines() if line]
-    assert rows[1] == ["lane", "entries", "waiting", "held", "released", "suspects", "oldest"]
-    assert rows[3] == ["normal", "9", "5", "4", "2", "1", "1", "m", "15", "s"]
+    assert rows[1] == ["lane", "entries", "waiting", "held", "released", "suspects", "delayed", "oldest"]
+    assert rows[3] == ["normal", "9", "5", "4", "2", "1", "3", "1", "m", "15", "s"]
 
 
 def test_what_is_delayed_or_purged_is_told() -> None:

@@ -2,7 +2,7 @@
 
 A check is a pure function from facts that were gathered before to a `Finding`; its name is the check's. Facts that nobody could
 tell (a user without the right, a server that has no such field) raise `Unknown` where they are used. Gathering is left to
-worker/doctor_facts.py, worker/doctor_queue.py and worker/doctor_machine.py, printing to worker/doctor.py.
+`server_facts`, `queue_checks` and `machine_checks`, printing to `command`.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
 """What docs/protocol.md and docs/operations.md require of a server, as checks of `worker doctor`.
 
-Relies on worker/doctor_facts.py for what the server answered. What it refused to tell makes a check unknown, nothing else.
+Relies on `server_facts` for what the server answered. What it refused to tell makes a check unknown, nothing else.
 """
 
 import statistics
@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from redis.crc import key_slot
 from redis.exceptions import NoPermissionError
 
-from worker.doctor_facts import ServerFacts, commands_used, settled, text_of
-from worker.findings import Finding, Unknown, fail, ok, size, warn
+from worker.doctor.findings import Finding, Unknown, fail, ok, size, warn
+from worker.doctor.server_facts import ServerFacts, commands_used, settled, text_of
 
 SLOW_PING_S: Final = 0.01
 """Every flush and fetch waits for the server once."""
@@ -28,7 +28,8 @@ TINY_BUFFER_BYTES: Final = 1 << 20
 
 def reachable(facts: ServerFacts) -> Finding:
     latency_s = statistics.median(facts.latencies_s)
-    found = f"{latency_s * 1000:.2f} ms, the median of {len(facts.latencies_s)} PINGs"
+    slowest_ms = max(facts.latencies_s) * 1000
+    found = f"{latency_s * 1000:.2f} ms, the median of {len(facts.latencies_s)} PINGs, {slowest_ms:.2f} ms the slowest"
     if latency_s > SLOW_PING_S:
         return warn(f"{found}; more than {SLOW_PING_S * 1000:g} ms", "put server and workers nearer to each other")
     return ok(found)

@@ -11,8 +11,8 @@ import redis
 from redis.exceptions import ResponseError
 
 from worker.broker import Broker, LaneCounts
-from worker.doctor_facts import settled, told
-from worker.findings import Finding, ok, warn
+from worker.doctor.findings import Finding, ok, warn
+from worker.doctor.server_facts import settled, told
 from worker.keys import GROUP, PSEUDO_CONSUMERS, WORKER_TTL_S, Keys
 from worker.queue_admin import heard_of
 
@@ -58,7 +58,7 @@ def gather(client: redis.Redis, queue: str) -> QueueFacts:
         config=told(lambda: {name.decode(): value.decode() for name, value in server.hgetall(keys.config).items()}),
         counts=told(Broker(client, queue, "doctor").queue_counts),
         num_dead=told(lambda: int(server.xlen(keys.dead))),
-        num_overdue=told(lambda: int(server.zcount(keys.delayed, "-inf", _now_ms(server) - OVERDUE_S * 1000))),
+        num_overdue=told(lambda: sum(_num_overdue(server, delayed) for delayed in keys.delayed_lanes)),
         consumers=told(lambda: [consumer for lane in keys.lanes for consumer in _consumers(server, lane)]),
     )
 
@@ -66,6 +66,10 @@ def gather(client: redis.Redis, queue: str) -> QueueFacts:
 def _now_ms(server: Any) -> float:
     seconds, micros = server.time()
     return float(seconds) * 1000 + float(micros) / 1000
+
+
+def _num_overdue(server: Any, delayed: str) -> int:
+    return int(server.zcount(delayed, "-inf", _now_ms(server) - OVERDUE_S * 1000))
 
 
 def _has_group(server: Any, lane: str) -> bool:

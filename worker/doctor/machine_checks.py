@@ -22,7 +22,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from engine.errors import ConfigError
-from worker.findings import GIB, Finding, Unknown, fail, ok, size, warn
+from worker.doctor.findings import GIB, Finding, Unknown, fail, ok, size, warn
 from worker.settings import visible_gpus
 
 SELFCHECK: Final = (sys.executable, "-P", "-m", "kernels.selfcheck")
@@ -243,7 +243,7 @@ def ram(facts: MachineFacts) -> Finding:
 
 def port(facts: MachineFacts) -> Finding:
     if facts.port_error is not None:
-        remedy = "worker start --metrics-port 0, unless a worker that runs here is what has it"
+        remedy = "worker start --metrics-port 0; not needed if a worker that runs here is what has it"
         return warn(f"127.0.0.1:{facts.port}: {facts.port_error}", remedy)
     return ok(f"127.0.0.1:{facts.port} is free for metrics")
 

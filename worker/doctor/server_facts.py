@@ -1,4 +1,4 @@
-"""What `worker doctor` asks a server, and what it was answered: facts, for the checks of worker/doctor_server.py to judge.
+"""What `worker doctor` asks a server, and what it was answered: facts, for the checks of `server_checks` to judge.
 
 Asks once, as the user of the URL; a refusal is kept in place of the answer. All is read, but for the trial of rights: no server
 tells every user what it may do, so each command that the scripts and the client send is tried on keys of its own, which are
@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from worker.broker import Broker
-from worker.findings import Unknown
+from worker.doctor.findings import Unknown
 from worker.keys import Keys
 
 T = TypeVar("T")

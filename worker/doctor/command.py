@@ -1,8 +1,7 @@
 """`worker doctor`: what a server, a queue and a machine lack, one line for each check, and below it how to mend that.
 
-Gathers facts, judges them and prints; the checks are in worker/doctor_server.py, worker/doctor_queue.py and
-worker/doctor_machine.py, which are imported when the command runs. Nothing is changed but for keys of its own that are deleted
-at once.
+Gathers facts, judges them and prints; the checks are in `server_checks`, `queue_checks` and `machine_checks`, imported when the
+command runs. Nothing is changed but for keys of its own that are deleted at once.
 """
 
 import contextlib
@@ -17,12 +16,12 @@ import redis
 
 from worker.command import FAILED, Command, note, option, queue_options, say, server_words
 from worker.connection import connect, unavailable
+from worker.doctor.findings import Row, run_checks
 from worker.errors import InvalidOption
-from worker.findings import Row, run_checks
 from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from worker.doctor_machine import Selfcheck
+    from worker.doctor.machine_checks import Selfcheck
 
 SECTIONS: Final = ("server", "queue", "machine")
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
@@ -70,7 +69,7 @@ def _selfcheck(*, wanted: bool) -> Iterator["Selfcheck | None"]:
     if not wanted:
         yield None
         return
-    from worker.doctor_machine import Selfcheck
+    from worker.doctor.machine_checks import Selfcheck
 
     with contextlib.closing(Selfcheck()) as selfcheck:
         yield selfcheck
@@ -78,15 +77,15 @@ def _selfcheck(*, wanted: bool) -> Iterator["Selfcheck | None"]:
 
 def _ask_server(url: str, queue: str, sections: list[str]) -> list[Row]:
     """Rows of the server and its queue. Raises ServerUnavailable when it does not answer."""
-    from worker import doctor_facts, doctor_queue, doctor_server
+    from worker.doctor import queue_checks, server_checks, server_facts
 
     rows: list[Row] = []
     with connect(url, queue) as client:
         try:
             if "server" in sections:
-                rows += run_checks("server", doctor_server.CHECKS, doctor_facts.gather(client, url, queue))
+                rows += run_checks("server", server_checks.CHECKS, server_facts.gather(client, url, queue))
             if "queue" in sections:
-                found = run_checks("queue", doctor_queue.CHECKS, doctor_queue.gather(client, queue))
+                found = run_checks("queue", queue_checks.CHECKS, queue_checks.gather(client, queue))
                 rows += map(_with_server, found)
         except redis.RedisError as error:
             raise unavailable(client, error) from error
@@ -94,19 +93,20 @@ def _ask_server(url: str, queue: str, sections: list[str]) -> list[Row]:
 
 
 def _with_server(row: Row) -> Row:
-    """A remedy that is a command works as it stands: it names the server that was asked."""
+    """A remedy that is a command works as it stands: it names the server that was asked. Words may follow a `;`."""
     if not row.remedy.startswith("worker "):
         return row
     option, where = server_words()
-    return replace(row, remedy=" ".join([row.remedy, *map(shlex.quote, option)]) + where)
+    line, *more = row.remedy.partition(";")
+    return replace(row, remedy="".join([" ".join([line, *map(shlex.quote, option)]), where, *more]))
 
 
 def _look_around(model: str, port: int, selfcheck: "Selfcheck | None") -> list[Row]:
     """Rows of this machine, without those that need torch when there is no `selfcheck`."""
-    from worker import doctor_machine
+    from worker.doctor import machine_checks
 
-    facts = doctor_machine.gather(model, port, selfcheck.report() if selfcheck else None)
-    checks = [check for check in doctor_machine.CHECKS if selfcheck or check not in doctor_machine.NEED_TORCH]
+    facts = machine_checks.gather(model, port, selfcheck.report() if selfcheck else None)
+    checks = [check for check in machine_checks.CHECKS if selfcheck or check not in machine_checks.NEED_TORCH]
     return run_checks("machine", checks, facts)
 
 

@@ -1,0 +1,1 @@
+"""`worker doctor`: checks of server, queue and machine. Nothing of the worker itself imports it."""

@@ -1,0 +1,1 @@
+"""`worker top`: looks at a queue and its workers. Nothing of the worker itself imports it."""
