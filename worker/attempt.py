@@ -4,6 +4,7 @@ Relies on `wire` for jobs, on `frames` for results, on `output` for tokens and t
 Leaves who may change it to `inflight`. All of it is plain data; an attempt is equal to itself alone.
 """
 
+import logging
 import time
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +26,8 @@ PUBLISH_TOKENS = 16
 PUBLISH_S = 0.025
 LOG_TOKENS = 64
 """Tokens of a job without a stream that are logged together, for a resume."""
+TOLD_ATTEMPTS = 2
+"""Attempts at a job that the worker's log tells of, beside the one that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,25 @@ class Attempt:
     """Tokens that the log is known to hold."""
     flushed_at: float = 0.0
     """`time.monotonic` of the last frame of this attempt, 0 before any."""
+    traceparent: str | None = None
+    """Of the job, well formed; also of one whose body is refused."""
+    trace_id: str = ""
+    """The trace that its lines and spans belong to; empty when there is none, or the body was not looked at yet."""
+    span_id: str = ""
+    """Of its span, once that is made."""
+    is_known: bool = False
+    """Its body was looked at."""
+    claimed_at: float = field(default_factory=time.time)
+    """Unix time by our clock, as those that follow."""
+    entered_at: float | None = None
+    """When the engine was handed it."""
+    ended_at: float | None = None
+    """When its ending was set."""
     first_token_at: float | None = None
+    """Unix time of the first token that this attempt made."""
     last_token_at: float = 0.0
     num_cached_tokens: int = 0
+    taken_at: float = field(default_factory=time.monotonic)
     engine: int = 0
     """Which of the worker's engines has it, while one does."""
     is_alone: bool = field(init=False)
@@ -116,6 +135,20 @@ class Attempt:
     def request_id(self) -> str:
         """The engine's name for it: a lease is drawn for each claim, so two attempts at one job never meet in the engine."""
         return f"{self.delivery.job_id}:{self.delivery.lease}"
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What names it in a line of the log."""
+        ids = {"trace_id": self.trace_id, "span_id": self.span_id}
+        return {
+            "job": self.delivery.job_id,
+            "attempt": self.delivery.attempt,
+            **{name: id_ for name, id_ in ids.items() if id_},
+        }
+
+    def level(self, level: int = logging.INFO) -> int:
+        """Of a line that is not its last: from the third attempt on only the end is told, so that a job leaves four at most."""
+        return level if self.delivery.attempt <= TOLD_ATTEMPTS else logging.DEBUG
 
     @property
     def priority(self) -> str:
@@ -206,9 +239,31 @@ class Attempt:
                 stretches.append((choice, start, stop))
         return stretches
 
+    def timings(self) -> Timings:
+        """Until now, should it end now."""
+        enqueued_at = self.delivery.enqueued_ms / 1000
+        first_at = None if self.delivery.num_logged else self.first_token_at  # or an earlier attempt made it
+        return Timings(
+            queued_s=self.queued_s,
+            ttft_s=None if first_at is None else max(0.0, first_at - enqueued_at),
+            e2e_s=max(0.0, time.time() - enqueued_at),
+        )
+
+    def usage(self) -> Usage:
+        """Tokens until now."""
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            completion_tokens=self.num_tokens,
+            cached_tokens=self.num_cached_tokens,
+            resumed_tokens=self.delivery.num_logged if self.outputs else 0,
+        )
+
+    def num_attempts(self, ending: Ending) -> int:
+        """Attempts that counted, when it ends so."""
+        return self.delivery.counted_attempts - (ending.code == DEAD_LETTER)  # it is claimed once more for its end
+
     def result(self, ending: Ending, worker_id: str, model: str) -> Result:
         """What is stored when the job ends in `ending`."""
-        enqueued_at = self.delivery.enqueued_ms / 1000
         return Result(
             id=self.delivery.job_id,
             state=ending.state,
@@ -216,21 +271,13 @@ class Attempt:
             error=ending.error or None,
             choices=tuple([self._choice(index, output) for index, output in enumerate(self.outputs)]),
             prompt_logprobs=self.prompt_logprobs,
-            usage=Usage(
-                prompt_tokens=len(self.prompt_token_ids),
-                completion_tokens=self.num_tokens,
-                cached_tokens=self.num_cached_tokens,
-                resumed_tokens=self.delivery.num_logged if self.outputs else 0,
-            ),
-            timings=Timings(
-                queued_s=self.queued_s,
-                ttft_s=max(0.0, self.first_token_at - enqueued_at) if self.first_token_at else None,
-                e2e_s=max(0.0, time.time() - enqueued_at),
-            ),
-            attempts=self.delivery.counted_attempts - (ending.code == DEAD_LETTER),  # it is claimed once more for its end
+            usage=self.usage(),
+            timings=self.timings(),
+            attempts=self.num_attempts(ending),
             worker=worker_id,
             model=model,
             metadata=self.job.metadata if self.job else {},
+            traceparent=self.traceparent,
         )
 
     def _choice(self, index: int, output: Output) -> Choice:

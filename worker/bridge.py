@@ -6,16 +6,20 @@ at the other, whatever the cause. Leaves what the messages mean to the `Handler`
 1. Only the reader thread receives, and it never waits for anything but the pipe: an engine that reports is never held up.
 2. Nobody sends but the sender thread. An engine in a long step does not read, and a pipe that is full then must not stop the
    reader, or the two processes would wait for each other.
+3. Where the log is JSON a thread reads the engine's stderr and does nothing else; what it drops it has read before, so that an
+   engine that says much is not held up either.
 """
 
 import contextlib
+import os
 import queue
 import random
+import select
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -30,6 +34,11 @@ MAX_FAILED_STARTS = 3
 MAX_BACKOFF_S = 30.0
 LONG_LIFE_S = 60.0
 STOP_GRACE_S = 3.0
+SAID_CHARS = 4000
+"""The end of what an engine says on stderr at a time; a line of the log."""
+PAUSE_S = 0.05
+"""An engine that has been silent for so long has said one thing, such as a traceback; after `LONGEST_SPEECH_S` it is cut."""
+LONGEST_SPEECH_S = 1.0
 
 ToEngine = EngineConfig | Request | Abort | Shutdown
 FromEngine = EngineLoading | EngineReady | EngineFailed | StepReport | RequestRejected | RunsAlone
@@ -49,6 +58,7 @@ class EngineProcess:
                     [*command, "--fd", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE if log.is_json() else None,
                     start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
                 )
             except OSError as error:
@@ -58,6 +68,8 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="engine-sender", daemon=True)
         self._sender.start()
+        self._listener = threading.Thread(target=self._listen, args=(config.device,), name="engine-listener", daemon=True)
+        self._listener.start()
         self.send(config)
 
     @property
@@ -91,12 +103,22 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         self._sender.join(STOP_GRACE_S)
+        self._listener.join(1.0)  # a grandchild may hold the pipe for longer
         self._conn.close()
 
     def _send_all(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the reader is the one that tells of a dead engine
             while (message := self._outbox.get()) is not None:
                 self._conn.send(message)
+
+    def _listen(self, device: str) -> None:
+        """Log what the engine, or a library in it, writes on stderr."""
+        if self._process.stderr is None:
+            return
+        with self._process.stderr as pipe:
+            for said in _speeches(pipe.fileno()):
+                lines = [line.rpartition("\r")[2] for line in said.decode(errors="replace").rstrip().split("\n")]
+                _log.warning("engine_said", device=device, pid=self.pid, text="\n".join(lines)[-SAID_CHARS:])
 
     def _how_it_ended(self) -> str:
         try:
@@ -105,6 +127,16 @@ class EngineProcess:
             self._process.kill()
             code = self._process.wait()
         return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def _speeches(fd: int) -> Iterator[bytes]:
+    """What comes out of a pipe, parted at pauses; of each no more than the end."""
+    while said := os.read(fd, 65536):
+        until = time.monotonic() + LONGEST_SPEECH_S
+        while time.monotonic() < until and select.select([fd], [], [], PAUSE_S)[0] and (more := os.read(fd, 65536)):
+            said = (said + more)[-4 * SAID_CHARS :]
+        if said.strip():
+            yield said
 
 
 class Handler(Protocol):

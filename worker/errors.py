@@ -29,6 +29,7 @@ class InvalidJob(SlotmillError):
         self.value = shown if len(shown) <= 64 else shown[:61] + "..."
         self.limit = limit
         self.job_id = job_id
+        self.traceparent: str | None = None
         super().__init__(f"{field}: {self.value}: {limit}")
 
 

@@ -125,6 +125,8 @@ class Result:
     worker: str | None = None
     model: str | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
+    traceparent: str | None = None
+    """The job's own, where it had a well-formed one (W3C Trace Context)."""
 
     def to_dict(self) -> dict[str, object]:
         """The result as maps, lists, text and numbers: what is stored, and what `--json` prints."""
@@ -142,6 +144,7 @@ class Result:
             "worker": self.worker,
             "model": self.model,
             "metadata": dict(self.metadata),
+            **({} if self.traceparent is None else {"traceparent": self.traceparent}),
         }
 
 
@@ -268,6 +271,7 @@ def _result(fields: _Fields) -> Result:
         worker=fields.maybe("worker", str),
         model=fields.maybe("model", str),
         metadata=fields.maybe("metadata", dict) or {},
+        traceparent=fields.maybe("traceparent", str),
     )
 
 

@@ -38,6 +38,7 @@ from worker.connection import connect
 from worker.errors import InvalidOption, QueueClosed, QueueFull, UnknownJob, WaitTimeout
 from worker.frames import Result
 from worker.keys import LANES
+from worker.traceparent import well_formed
 from worker.wire import encode_body, parse_body
 
 SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "include_stop", "model")
@@ -75,6 +76,9 @@ SHOWN_IDS = 3
 @option("--max-queued", type=click.IntRange(0, 2**53), default=None, help="Add nothing while so many jobs have not ended.")
 @option("--wait-for-room", is_flag=True, help="Wait while the queue is full.")
 @click.option("--id", "job_id", default=None, help="Id of the job, for one prompt; the same id again adds nothing.")
+@click.option(
+    "--traceparent", envvar="TRACEPARENT", show_envvar=True, default=None, help="Trace that the job belongs to (W3C)."
+)
 @click.option("--idempotency-key", default=None, help="For one prompt; the same key again within a day adds nothing.")
 def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: Any) -> None:
     """Add one job for each PROMPT and print its id, or its answer."""
@@ -210,6 +214,8 @@ def _body(text: str, options: dict[str, Any]) -> dict[str, Any]:
     """The client's arguments for one prompt."""
     body = {name: options[name] for name in SAMPLING if options[name] is not None}
     body |= {"stop": list(options["stop"]), "priority": options["priority"], "id": options["job_id"]}
+    if traceparent := well_formed(options["traceparent"]):
+        body["traceparent"] = traceparent
     if options["deadline_s"] is not None:
         body["deadline_ms"] = int((time.time() + options["deadline_s"]) * 1000)
     if not options["chat"] and not options["system"]:

@@ -1,45 +1,87 @@
 """Logs: events with fields on stderr, JSON when stderr is not a terminal.
 
-An attempt leaves one line when it leaves the worker (ended, released or fenced) and one more when something went wrong in it.
-No line has text of a prompt or an answer, unless that is asked for: the message of an exception may quote what it was about,
-so tracebacks come without messages. Relies on structlog; leaves what is worth a line to the callers.
+A job leaves four lines at most, all its attempts together: one when it has ended, and for each of the first two attempts one
+when it was taken over from a dead worker and one when it left without an end (`Attempt.level`). No line has text of a prompt or
+an answer, unless that is asked for: the message of an exception may quote what it was about, so tracebacks, and what libraries
+say, come without messages. Relies on structlog, and on `stderr` so that nobody waits for who reads; leaves what is worth a line
+to the callers.
 """
 
+import atexit
 import logging
 import sys
 import threading
 import time
 import traceback
-from typing import Any
+import warnings
+from typing import Any, Literal
 
 import structlog
 
+from worker.stderr import Stderr
+
 SHOWN_CHARS = 1000
+FAULT_LINE_S = 10.0
+"""Between two lines about a fault of ours in a loop that goes on, and may meet it at each turn."""
 
 Logger = structlog.typing.FilteringBoundLogger
 
 _shows_prompts = False
+_is_json = False
+_bound: dict[str, str] = {}
+_stderr = Stderr()
+atexit.register(_stderr.drain)
 
 
-def configure(*, verbose: bool = False, prompts: bool = False) -> None:
-    """Set up logging for this process; `verbose` shows debug lines, `prompts` what jobs ask and are answered."""
-    global _shows_prompts  # noqa: PLW0603  as structlog's own configuration
+def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["auto", "json", "text"] = "auto") -> None:
+    """Set up logging for this process; `verbose` shows debug lines, `prompts` what jobs ask and are answered.
+
+    `form` is `auto`: text on a terminal, one JSON object a line elsewhere.
+    """
+    global _shows_prompts, _is_json  # noqa: PLW0603  as structlog's own configuration
     _shows_prompts = prompts
-    renderer: Any = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    _is_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
+    _bound.clear()
+    text: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    renderer: Any = structlog.processors.JSONRenderer() if _is_json else text
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _where_it_failed,
-        _what_happened_first,
+        _who_and_what_first,
         renderer,
     ]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
-        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # whatever that is by then
+        logger_factory=lambda *_: structlog.WriteLogger(_stream()),
         cache_logger_on_first_use=False,
     )
+
+
+def _stream() -> Any:
+    """`_stderr`, or what somebody has put in its place by now."""
+    return _stderr if sys.stderr is sys.__stderr__ else sys.stderr
+
+
+def bind(**fields: str) -> None:
+    """Put `fields` on every line of this process that is JSON: where the logs of many workers meet, they tell whose it is."""
+    _bound.update(fields)
+
+
+def is_json() -> bool:
+    """Whether stderr is a stream of JSON objects, which nothing else must be written into."""
+    return _is_json
+
+
+def take_over() -> None:
+    """Make lines of what Python and libraries would write on stderr: warnings, log records, tracebacks of threads."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _Library) for handler in root.handlers):
+        root.addHandler(_Library())
+    warnings.showwarning = _note_warning  # type: ignore[assignment]  # which of its two optional arguments it ignores
+    threading.excepthook = _note_dead_thread
 
 
 def private(**texts: str) -> dict[str, str]:
@@ -61,8 +103,10 @@ def _where_it_failed(_logger: Any, _method: str, entry: structlog.typing.EventDi
     return entry
 
 
-def _what_happened_first(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    return {name: entry.pop(name) for name in ("timestamp", "level", "event") if name in entry} | dict(entry)
+def _who_and_what_first(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    first = {name: entry.pop(name) for name in ("timestamp", "level", "event", "part") if name in entry}
+    lost = {"lines_lost": lost} if (lost := _stderr.take_num_lost()) else {}
+    return first | (_bound if _is_json else {}) | dict(entry) | lost
 
 
 def get(name: str) -> Logger:
@@ -89,3 +133,27 @@ class Throttle:
                 return None
             held, self._held, self._next = self._held, 0, now + self._interval_s
             return held
+
+
+_log = get("python")
+
+
+class _Library(logging.Handler):
+    """What a library logs as a warning or worse. A name and a place; its message may quote what a job asks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._throttle = Throttle()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (held := self._throttle.admit()) is not None:
+            place = f"{record.pathname}:{record.lineno}"
+            _log.warning("library_said", library=record.name, place=place, held_back=held, **private(text=record.getMessage()))
+
+
+def _note_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    _log.warning("python_warning", kind=category.__name__, place=f"{filename}:{lineno}", **private(text=str(message)))
+
+
+def _note_dead_thread(args: threading.ExceptHookArgs) -> None:
+    _log.error("thread_died", thread=args.thread.name if args.thread else "", exc_info=True)

@@ -18,6 +18,7 @@ from worker import codec, response_format
 from worker.codec import MalformedError
 from worker.errors import InvalidJob, UnknownVersion
 from worker.keys import LANES
+from worker.traceparent import well_formed
 
 VERSION = 1
 MAX_BODY_BYTES = 8 << 20
@@ -83,6 +84,7 @@ class Job:
     batch_id: str | None = None
     custom_id: str | None = None
     traceparent: str | None = None
+    """Well formed, or None."""
 
     @property
     def num_choices(self) -> int:
@@ -229,7 +231,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "model": _label,
         "batch_id": _label,
         "custom_id": _label,
-        "traceparent": _label,
+        "traceparent": well_formed,  # never a reason to fail a job
     }
 )
 """Every field of a job body and its check. `v` is looked at first, and `x_...` is the producer's own."""
@@ -243,12 +245,15 @@ _NOT_WITH_BEAMS = (*("response_format" if name == "grammar" else name for name i
 def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:
     """The job in a stream entry, with `priority` set to its lane.
 
-    Raises `InvalidJob`, or `UnknownVersion` for another major `v`; `job_id` is set whenever entry or body gave a usable id.
+    Raises `InvalidJob`, or `UnknownVersion` for another major `v`; `job_id` and `traceparent` are set whenever they were
+    given and usable.
     """
     known: str | None = None
+    traceparent: str | None = None
     try:
         known = _checked("id", _entry_id(entry))
         body = _read_body(entry)
+        traceparent = well_formed(body.get("traceparent"))
         known = _agreed_id(known, body)
         _check_version(_entry_version(entry))
         _check_names(entry)
@@ -256,6 +261,7 @@ def decode_job(entry: Mapping[bytes, bytes], *, lane: str) -> Job:
     except InvalidJob as fault:
         refusal = fault if isinstance(fault, UnknownVersion) else _other_version(entry) or fault
         refusal.job_id = refusal.job_id or known
+        refusal.traceparent = traceparent
         raise refusal from None
 
 

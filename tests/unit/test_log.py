@@ -1,11 +1,24 @@
 """What the log never says unless asked."""
 
 import json
+import logging
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from engine.stats import MemoryRow
 from worker import log
+from worker.attempt import Attempt
+from worker.claims import Delivery
+from worker.inflight import InFlight
+from worker.link import Link
+from worker.metrics import Metrics
+from worker.publisher import Publisher
+from worker.reader import memory_fields
 
 SECRET = "the prompt that nobody may read"
 
@@ -14,6 +27,22 @@ SECRET = "the prompt that nobody may read"
 def _back_to_normal() -> Iterator[None]:
     yield
     log.configure()
+
+
+@pytest.fixture
+def _taken_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    handlers = logging.getLogger().handlers[:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        log.configure()
+        log.take_over()
+        yield
+    logging.getLogger().handlers = handlers
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
 def failing_line(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -43,3 +72,77 @@ def test_a_traceback_is_whole_when_prompts_may_be_shown(capsys: pytest.CaptureFi
 def test_private_fields_are_there_when_asked_for_only(prompts: bool, shown: dict[str, str]) -> None:
     log.configure(prompts=prompts)
     assert log.private(prompt=SECRET) == shown
+
+
+@pytest.mark.parametrize(
+    ("form", "is_terminal", "is_json"),
+    [("auto", True, False), ("auto", False, True), ("json", True, True), ("text", False, False)],
+)
+def test_lines_are_json_where_nobody_sits_or_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str, is_terminal: bool, is_json: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    log.configure(form=form)  # type: ignore[arg-type]
+    log.get("test").info("worker_left")
+    assert (capsys.readouterr().err.startswith("{"), log.is_json()) == (is_json, is_json)
+
+
+def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(form="json")
+    log.bind(worker="w-1", queue="q")
+    log.get("test").info("queue_paused", queue="other", jobs=1)
+    [line] = lines(capsys)
+    assert list(line) == ["timestamp", "level", "event", "part", "worker", "queue", "jobs"]
+    assert (line["worker"], line["queue"]) == ("w-1", "other")
+
+
+@pytest.mark.usefixtures("_taken_over")
+def test_what_python_and_libraries_say_are_lines_without_what_they_were_about(capsys: pytest.CaptureFixture[str]) -> None:
+    log.take_over()  # a second time changes nothing
+    warnings.warn(SECRET, stacklevel=1)
+    logging.getLogger("some.library").warning("cannot encode %s", SECRET)
+    thread = threading.Thread(target=lambda: {}[SECRET], name="t-1")
+    thread.start()
+    thread.join()
+    said = lines(capsys)
+    assert [line["event"] for line in said] == ["python_warning", "library_said", "thread_died"]
+    assert [said[0]["kind"], said[1]["library"], said[2]["thread"]] == ["UserWarning", "some.library", "t-1"]
+    assert SECRET not in json.dumps(said)
+
+
+@pytest.mark.parametrize(("number", "level"), [(1, logging.INFO), (2, logging.INFO), (3, logging.DEBUG), (20, logging.DEBUG)])
+def test_from_the_third_attempt_on_only_the_end_is_told(number: int, level: int) -> None:
+    delivery = Delivery("a", "1-1", "normal", {}, 0, number, number, f"l:{number}", 7, 0, 0, "new")
+    assert Attempt(delivery).level() == level
+
+
+def test_the_table_of_the_engine_s_memory_becomes_fields() -> None:
+    rows = (MemoryRow("weights", 269_060_552), MemoryRow("swapped KV, on host", 4096, "100 blocks"))
+    assert memory_fields(rows) == {
+        "weights_bytes": 269_060_552,
+        "swapped_kv_on_host_bytes": 4096,
+        "swapped_kv_on_host": "100 blocks",
+    }
+
+
+def test_a_fault_at_every_turn_of_a_loop_leaves_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure()
+    metrics, turns = Metrics(), iter(range(5))
+    link = Link("test", metrics, log.Throttle())
+    broken = Broken(link=link, inflight=InFlight(metrics), metrics=metrics)
+    broken._inflight.wait_for_writing = lambda timeout_s: set()  # type: ignore[method-assign]
+
+    def is_left() -> bool:
+        return next(turns, None) is None
+
+    broken._leave.is_set = is_left  # type: ignore[method-assign]
+    broken._run()
+    assert [line["event"] for line in lines(capsys)] == ["flush_failed"]
+
+
+class Broken(Publisher):
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(broker=None, model="m", may_write=lambda: True, **parts)  # type: ignore[arg-type]
+
+    def flush(self, touched: set[Attempt]) -> float:
+        raise RuntimeError("a fault of ours")

@@ -302,7 +302,7 @@ GOOD: dict[str, list[object]] = {
     "model": [None, "m"],
     "batch_id": [None, "b"],
     "custom_id": ["c d"],
-    "traceparent": ["00-x"],
+    "traceparent": ["00-" + "a" * 32 + "-" + "b" * 16 + "-01"],
     "id": [None, "k"],
 }
 DEEP = {"a": json.loads("[" * 40 + "]" * 40)}
@@ -373,7 +373,7 @@ BAD: dict[str, list[object]] = {
     "model": [5, "m" * 513],
     "batch_id": [5],
     "custom_id": [b"c"],
-    "traceparent": [{}],
+    "traceparent": [LONE],  # which cannot be written; what is merely wrong is passed over
 }
 
 
@@ -578,6 +578,7 @@ FRAMES = [
     ControlFrame(attempt=3, event="end", state="failed", code="invalid", usage=USAGE),
     ControlFrame(attempt=2, event="restart", choice=1, index=4, offset=17),
 ]
+TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 LOGPROBS = (TokenLogprobs(-1.0, ((5, -1.0),)),)
 RESULT = Result(
     id="k",
@@ -590,6 +591,7 @@ RESULT = Result(
     worker="host-1",
     model="m",
     metadata={"a": [1, {"b": None}]},
+    traceparent=TRACEPARENT,
 )
 
 
@@ -617,7 +619,7 @@ def test_results_survive_the_wire(result: Result) -> None:
 def test_results_have_the_documented_keys() -> None:
     documented = {"v", "id", "state", "code", "choices", "usage", "timings", "attempts", "worker", "model", "metadata"}
     written = RESULT.to_dict()
-    assert documented <= set(written)
+    assert documented | {"traceparent"} <= set(written)
     assert written["timings"] == {"queued_s": 0.5, "ttft_s": None, "e2e_s": 2.0}
     assert written["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2, "resumed_tokens": 1}
 

@@ -1,0 +1,73 @@
+"""Standard error that nobody waits for, whether its reader stands still or is gone.
+
+A pipe that is not read is full soon, and a write to it waits for as long as that lasts: the threads that log would stand still
+with it, and jobs, leases and the engine with them. Leaves what a line says to `log`.
+
+1. What there is room for is written at once, by the thread that logs.
+2. What there is no room for is kept, up to `MAX_KEPT_BYTES`, and goes first when there is; what comes then is lost, by lines.
+3. A write never fails, and waits for `PATIENCE_S` at most: once, until there is room again.
+"""
+
+import os
+import select
+import threading
+import time
+
+MAX_KEPT_BYTES = 1 << 20
+PATIENCE_S = 0.05
+EXIT_S = 1.0
+"""How long a process that leaves waits for a reader."""
+AT_ONCE = select.PIPE_BUF
+"""So many bytes a pipe that has any room takes without a wait."""
+
+
+class Stderr:
+    """A stream for text. Threads may share it."""
+
+    def __init__(self, fd: int = 2) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._is_full = False
+        self._num_lost = 0
+
+    def write(self, text: str) -> None:
+        """Write a line, or keep or lose it."""
+        line = text.encode(errors="backslashreplace")
+        with self._lock:
+            if len(self._kept) + len(line) > max(MAX_KEPT_BYTES, len(line)):
+                self._num_lost += 1
+            else:
+                self._kept += line
+            self._push(0.0 if self._is_full else PATIENCE_S)
+
+    def flush(self) -> None:
+        """Nothing: what can be written is."""
+
+    def drain(self) -> None:
+        """Write what is kept, for `EXIT_S` at most."""
+        with self._lock:
+            self._push(EXIT_S)
+
+    def take_num_lost(self) -> int:
+        """Lines that were lost since the last call; 0 while nobody would read of them."""
+        with self._lock:
+            lost, self._num_lost = (0, self._num_lost) if self._kept else (self._num_lost, 0)
+            return lost
+
+    def _push(self, patience_s: float) -> None:
+        until = time.monotonic() + patience_s
+        while self._kept:
+            self._is_full = not self._has_room(max(0.0, until - time.monotonic()))
+            if self._is_full:
+                return
+            try:
+                written = os.write(self._fd, self._kept[:AT_ONCE])
+            except OSError:
+                written = len(self._kept)  # nobody reads it any more, or it cannot be stored
+            del self._kept[:written]
+
+    def _has_room(self, patience_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(patience_s * 1000))
