@@ -186,6 +186,15 @@ def _cold_start(record: Record) -> list[Row]:
     ]
 
 
+def _metrics(record: Record) -> list[Row]:
+    rows = []
+    for size, found in record["sizes"].items():
+        step_s, counted_s = found["step_s"]["median"], found["counted_s"]["median"]
+        figure = f"{1e6 * counted_s:.0f} us, {100 * counted_s / step_s:.4f} % of its {1e3 * step_s:.0f} ms"
+        rows.append(Row(f"counting a step of {size} sequences, {record['dtype']}", figure, record))
+    return rows
+
+
 def _kernels(record: Record) -> list[Row]:
     rows = []
     for dtype, made in record["dtypes"].items():
@@ -221,6 +230,7 @@ ROWS: Final[dict[str, Callable[[Record], list[Row]]]] = {
     "batches": _batches,
     "cold_start": _cold_start,
     "kernels": _kernels,
+    "metrics": _metrics,
     "accuracy": _accuracy,
 }
 """Kind of record -> its rows; in this order they are shown."""

@@ -4,6 +4,7 @@ Leaves what it does to those who derive from it. A thread that waits for a serve
 """
 
 import threading
+import time
 
 STOP_S = 1.0
 
@@ -13,7 +14,19 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._leave = threading.Event()
+        self.turned_at = time.monotonic()
+        """When its loop last came around, where it tells; a probe watches it."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def name(self) -> str:
+        """What the thread is called."""
+        return self._thread.name
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it ran, and ended though nobody told it to."""
+        return self._thread.ident is not None and not self._thread.is_alive() and not self._leave.is_set()
 
     def start(self) -> None:
         """Start the thread."""

@@ -1,4 +1,4 @@
-"""The command line: `worker start`, `enqueue`, `job`, `queue`, `dead`, `redis`, `model`, `doctor`, `demo`.
+"""The command line: `worker start`, `enqueue`, `job`, `queue`, `dead`, `redis`, `model`, `doctor`, `top`, `demo`.
 
 Relies on `command` for what commands share. Leaves the work to the modules that each command imports when it runs, so that
 `worker --help` is quick and no client command loads what the worker needs.
@@ -11,17 +11,19 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from engine.config import CHOICES, EngineConfig
 from worker import log
 from worker.command import Group, is_verbose, option, queue_options, run, say
-from worker.doctor import doctor
+from worker.doctor.command import doctor
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.job_commands import enqueue, job
 from worker.queue_commands import dead_group, queue_group
 from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, ENGINE_COMMAND, Settings, visible_gpus
+from worker.top.command import top
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -99,6 +101,13 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @click.option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
 @option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
 @option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker.")
+@option(
+    "--log-format",
+    type=click.Choice(["auto", "json", "text"]),
+    default="auto",
+    help="How the log is written: auto is text on a terminal, JSON lines elsewhere.",
+)
+@option("--otlp-endpoint", default=None, metavar="URL", help="Export spans to this OpenTelemetry collector, by OTLP over HTTP.")
 @option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
 @option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers.")
@@ -119,6 +128,8 @@ def start(
     tenant_weight: tuple[str, ...],
     isolate_tenants: bool,
     log_prompts: bool,
+    log_format: Literal["auto", "json", "text"],
+    otlp_endpoint: str | None,
     metrics_port: int,
     metrics_host: str,
     engine_command: str | None,
@@ -132,7 +143,8 @@ def start(
     """
     from worker import process
 
-    log.configure(verbose=is_verbose(), prompts=log_prompts)
+    log.configure(verbose=is_verbose(), prompts=log_prompts, form=log_format)
+    log.take_over()
     devices = _devices(gpu, cpu=cpu, num_engines=engines, per_engine=tensor_parallel)
     shared = {"model": model, "device": devices[0], "num_threads": threads, "tensor_parallel": tensor_parallel}
     settings = Settings(
@@ -150,6 +162,7 @@ def start(
         drain_s=drain_s,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        otlp_endpoint=otlp_endpoint or None,
         engine_command=tuple(shlex.split(engine_command)) if engine_command else ENGINE_COMMAND,
     )
     raise click.exceptions.Exit(process.run(settings))
@@ -196,6 +209,7 @@ def model_path(name: str) -> None:
 
 
 cli.add_command(doctor)
+cli.add_command(top)
 
 
 def _devices(gpu: str | None, *, cpu: bool, num_engines: int, per_engine: int) -> tuple[str, ...]:

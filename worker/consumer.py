@@ -30,6 +30,7 @@ from worker.reader import Destination, Serving
 from worker.requests import check_fit, replay, requests_for
 from worker.settings import Settings
 from worker.tenants import Tenants
+from worker.traceparent import parse, trace_id_for
 from worker.verdict import ISOLATED_STEPS, dead_letter
 from worker.wire import MAX_BODY_BYTES, Job, decode_job
 
@@ -61,6 +62,7 @@ class Consumer:
     ) -> None:
         self._broker = broker
         self._link = link
+        self._faults = log.Throttle(log.FAULT_LINE_S)
         self._inflight = inflight
         self._engines = engines
         self._metrics = metrics
@@ -90,7 +92,8 @@ class Consumer:
             except SlotmillError:
                 raise  # a server that cannot serve
             except Exception:  # noqa: BLE001  a worker that ends takes its neighbours' work with it
-                _log.error("turn_failed", exc_info=True)
+                if (held := self._faults.admit()) is not None:
+                    _log.error("turn_failed", held_back=held, exc_info=True)
                 self._link.pause()
                 continue
             if is_done:
@@ -106,7 +109,13 @@ class Consumer:
     def give_back_claimed(self) -> None:
         """Release what was claimed and not started yet; for a worker that leaves."""
         while self._claimed:
-            self._inflight.end(self._claimed.popleft(), RELEASED_BY_DRAIN)
+            attempt = self._claimed.popleft()
+            try:
+                traceparent = self._decode(attempt).traceparent
+            except InvalidJob as refusal:
+                traceparent = refusal.traceparent
+            self._note_known(attempt, traceparent)  # the line that tells of it names its trace
+            self._inflight.end(attempt, RELEASED_BY_DRAIN)
 
     def say_goodbye(self) -> None:
         """Take this worker's name from the queue; a server that does not answer now forgets it by itself."""
@@ -162,14 +171,12 @@ class Consumer:
         may = not self._has_suspect
         for delivery in self._link.call("fetch", lambda: self._broker.fetch(free, aging=aging, may_take_suspect=may)):
             self._metrics.jobs_claimed.labels(delivery.source).inc()
-            if delivery.source == "reclaimed":
-                about = {"tokens": delivery.num_logged, "crashes": delivery.num_crashes}
-                _log.info("job_taken_over", job=delivery.job_id, attempt=delivery.attempt, **about)
             attempt = Attempt(delivery, num_logged=delivery.num_logged)
             if delivery.attempt == 1:
                 self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
             self._inflight.add(attempt)
             self._claimed.append(attempt)
+        self._metrics.queue_paused.set(self._broker.is_paused)
         if self._broker.is_paused != was_paused:
             _log.info("queue_resumed" if was_paused else "queue_paused", queue=self._settings.queue)
         return bool(self._claimed)
@@ -192,6 +199,7 @@ class Consumer:
     def _start_claimed(self) -> None:
         """Start what is claimed, in order, each where most is free. It stays in line while the server does not answer."""
         while self._claimed and (serving := self._engines.serving):
+            self.turned_at = time.monotonic()  # many long prompts take their time
             self._start_guarded(self._claimed[0], serving)
             self._claimed.popleft()
 
@@ -203,8 +211,7 @@ class Consumer:
         except LinkDownError:
             raise
         except Exception as error:  # noqa: BLE001  one bad job must not take the worker with it
-            _log.error("job_failed", job=attempt.delivery.job_id, error=type(error).__name__)
-            _log.debug("traceback", job=attempt.delivery.job_id, exc_info=True)
+            _log.debug("job_failed", **attempt.about, exc_info=True)
             ending = internal_error(error)
         if ending:  # what was asked for comes first: nobody waits for another reason any more
             self._inflight.end(attempt, attempt.asked or ending)
@@ -214,6 +221,7 @@ class Consumer:
         job = self._decode(attempt)
         if not self._is_under(attempt, job.id):
             return None
+        self._note_known(attempt, job.traceparent)
         attempt.job = job
         if not attempt.asked and (given_up := dead_letter(attempt)):
             return given_up
@@ -221,6 +229,7 @@ class Consumer:
         attempt.prompt_token_ids = tuple(serving.tokenizer.encode_prompt(job, serving.ready.max_model_len))
         check_fit(job, len(attempt.prompt_token_ids), serving.ready.max_slots)
         replay(attempt, job, serving.tokenizer, self._read_log(attempt))
+        self._metrics.resumed_tokens.inc(attempt.num_tokens)
         if is_past_deadline(attempt, time.time()):
             return EXPIRED
         requests = requests_for(
@@ -238,9 +247,8 @@ class Consumer:
         if not self._inflight.enter(attempt, *requests):
             return attempt.asked
         if asked := log.private(prompt=_prompt_of(attempt)):
-            _log.info("job_started", job=attempt.delivery.job_id, **asked)
+            _log.log(attempt.level(), "job_started", **attempt.about, **asked)
         self._metrics.prompt_tokens.inc(len(attempt.prompt_token_ids))
-        self._metrics.resumed_tokens.inc(attempt.delivery.num_logged)
         return None if self._engines.has(serving) else MISSED_BY_ENGINE
 
     def _decode(self, attempt: Attempt) -> Job:
@@ -261,6 +269,21 @@ class Consumer:
         self._inflight.add(attempt)
         return True
 
+    def _note_known(self, attempt: Attempt, traceparent: str | None) -> None:
+        """Its id and trace are known from now on; once, though a start may be tried again."""
+        if attempt.is_known:
+            return
+        attempt.is_known = True
+        delivery, parent = attempt.delivery, parse(traceparent)
+        attempt.traceparent = traceparent
+        if parent:
+            attempt.trace_id = parent.trace_id
+        elif self._inflight.tracing:
+            attempt.trace_id = trace_id_for(delivery.job_id, delivery.enqueued_ms)
+        if delivery.source == "reclaimed":
+            about = {"tokens": delivery.num_logged, "crashes": delivery.num_crashes}
+            _log.log(attempt.level(), "job_taken_over", **attempt.about, **about)
+
     def _check_model(self, job: Job) -> None:
         served = self._settings.model_name
         if job.model is not None and job.model != served:
@@ -275,6 +298,7 @@ class Consumer:
     def _refused(self, attempt: Attempt, refusal: InvalidJob) -> Ending | None:
         if not self._is_under(attempt, refusal.job_id):
             return None
+        self._note_known(attempt, refusal.traceparent)
         return Ending("dead" if isinstance(refusal, UnknownVersion) else "failed", "error", refusal.code, str(refusal))
 
     def _wait_for_entry(self) -> None:

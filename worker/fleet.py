@@ -29,12 +29,11 @@ class Fleet:
     ) -> None:
         """One engine for each of `configs`; `command` starts one, and one that stands still for `stall_s` is killed."""
         self._inflight = inflight
-        self._readers = [
-            Reader(inflight, metrics, model, inflight.changed.set, engine=number) for number in range(len(configs))
-        ]
+        self._metrics = metrics
+        self.readers = [Reader(inflight, metrics, model, inflight.changed.set, engine=number) for number in range(len(configs))]
         self._supervisors = [
             EngineSupervisor(config, command, reader, may_give_up=self._is_silent, stall_s=stall_s)
-            for config, reader in zip(configs, self._readers, strict=True)
+            for config, reader in zip(configs, self.readers, strict=True)
         ]
 
     def start(self) -> None:
@@ -70,16 +69,21 @@ class Fleet:
         """Places in the batches of all engines that serve."""
         return sum(serving.ready.max_slots for serving in self._all_serving())
 
+    @property
+    def num_slots_taken(self) -> int:
+        """Of those, the places that requests hold after the last steps."""
+        return sum(state.last.num_slots_taken for state in self._metrics.engine_states)
+
     def has(self, serving: Serving) -> bool:
         """Whether this very engine process still serves."""
-        return self._readers[serving.engine].has(serving)
+        return self.readers[serving.engine].has(serving)
 
     def stalled_for_s(self) -> float:
         """Seconds without a step of the engine that had work for longest without making one."""
-        return max(reader.stalled_for_s() for reader in self._readers)
+        return max(reader.stalled_for_s() for reader in self.readers)
 
     def _all_serving(self) -> list[Serving]:
-        return [serving for reader in self._readers if (serving := reader.serving)]
+        return [serving for reader in self.readers if (serving := reader.serving)]
 
     def _is_silent(self) -> bool:
         return not self._all_serving()

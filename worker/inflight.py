@@ -10,6 +10,7 @@ consumer, the reader and the leases to say when something ends, and to the publi
 5. An ending is set once and never changes.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from engine.request import Request
 from worker import log
 from worker.attempt import CANCELLED, Attempt, Ending
 from worker.metrics import Metrics
+from worker.tracing import Tracing
 
 _log = log.get("inflight")
 
@@ -26,8 +28,10 @@ _log = log.get("inflight")
 class InFlight:
     """The table of attempts. Each of `sends` hands a message to one of the engines; none may block."""
 
-    def __init__(self, metrics: Metrics, *sends: Callable[[Request | Abort], None]) -> None:
+    def __init__(self, metrics: Metrics, *sends: Callable[[Request | Abort], None], tracing: Tracing | None = None) -> None:
         self._metrics = metrics
+        self.tracing = tracing
+        """Takes the attempts that have left, where spans are exported."""
         self._sends = sends
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
@@ -64,11 +68,6 @@ class InFlight:
         with self._lock:
             return sum([attempt.width for attempt in self._held.values() if attempt.ending is None])
 
-    @property
-    def num_inside(self) -> int:
-        """How many attempts the engines have."""
-        return len(self._inside)
-
     def get(self, request_id: str) -> Attempt | None:
         """The attempt that an engine has under this name."""
         with self._lock:
@@ -92,6 +91,7 @@ class InFlight:
             if not any(other.engine == attempt.engine for other in self._inside.values()):
                 self.busy_since[attempt.engine] = time.monotonic()
             self._inside[attempt.request_id] = attempt
+            attempt.entered_at = time.time()
             for request in requests:
                 self._send(request)
             self._mark(attempt)
@@ -122,6 +122,7 @@ class InFlight:
             for output in attempt.outputs:
                 output.close(ending.finish_reason)
             attempt.ending = ending
+            attempt.ended_at = time.time()
             self._leave(attempt, abort=inside)
             self._mark(attempt)
         self.changed.set()
@@ -135,12 +136,19 @@ class InFlight:
         self.changed.set()
 
     def drop(self, attempt: Attempt, why: str) -> bool:
-        """Forget an attempt at a job that somebody else has now; False when it was gone already."""
+        """Forget an attempt at a job that somebody else has now, or that (`unwritable`, from within the handler of the error)
+        cannot be written; False when it was gone already.
+        """
         if not self._remove(attempt):
             return False
         self._metrics.jobs_fenced.labels(why).inc()
         self._metrics.wasted_tokens.labels("fenced").inc(attempt.num_in_vain)
-        _log.warning("job_fenced", job=attempt.delivery.job_id, attempt=attempt.delivery.attempt, found_by=why)
+        if self.tracing:
+            self.tracing.note(attempt, why if why == "unwritable" else "fenced")
+        if why == "unwritable":
+            _log.log(attempt.level(logging.ERROR), "job_unwritable", **attempt.about, exc_info=True)
+        else:
+            _log.log(attempt.level(logging.WARNING), "job_fenced", **attempt.about, found_by=why, tokens=attempt.num_tokens)
         return True
 
     def done(self, attempt: Attempt) -> bool:

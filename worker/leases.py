@@ -44,6 +44,7 @@ class Leases(Background):
         super().__init__("leases")
         self._broker = broker
         self._link = link
+        self._faults = log.Throttle(log.FAULT_LINE_S)
         self._inflight = inflight
         self._metrics = metrics
         self._settings = settings
@@ -63,7 +64,7 @@ class Leases(Background):
     def _run(self) -> None:
         renew_at = beat_at = 0.0
         while not self._leave.is_set():
-            now = time.monotonic()
+            now = self.turned_at = time.monotonic()
             try:
                 if now >= renew_at:
                     self.renew()
@@ -75,7 +76,8 @@ class Leases(Background):
                 self._link.pause()
                 continue
             except Exception:  # noqa: BLE001  without this thread every lease is lost
-                _log.error("renewal_failed", exc_info=True)
+                if (held := self._faults.admit()) is not None:
+                    _log.error("renewal_failed", held_back=held, exc_info=True)
                 self._link.pause()
             self._leave.wait(max(0.0, min(renew_at, beat_at) - time.monotonic()))
 
@@ -105,11 +107,10 @@ class Leases(Background):
         if self._num_beats % CLEAN_BEATS == 0:
             self._link.call("clean_up", self._broker.clean_up)
         self._num_beats += 1
-        delayed, dead = self._link.call("queue_counts", self._broker.num_delayed_and_dead)
-        self._metrics.queue_delayed.set(delayed)
-        self._metrics.dead_entries.set(dead)
+        self._metrics.dead_entries.set(self._link.call("queue_counts", self._broker.num_dead))
         counts = self._link.call("queue_counts", self._broker.queue_counts)
         for priority, lane in counts.items():
             self._metrics.queue_entries.labels(priority).set(lane.entries)
             self._metrics.queue_pending.labels(priority).set(lane.pending)
             self._metrics.queue_oldest_age_seconds.labels(priority).set(lane.oldest_age_s)
+            self._metrics.queue_delayed.labels(priority).set(lane.delayed)

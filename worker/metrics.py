@@ -1,31 +1,36 @@
 """What is measured and under which name: one registry, every series created at start, label values from closed sets.
 
 Relies on prometheus_client and on the engine's `StepStats`. Leaves when to observe to those who know; the gauges that describe
-a present state are read at the scrape (`watch`), so that they are true when idle too. docs/operations.md lists the names.
+a present state are read at the scrape, so that they are true when idle too. docs/metrics.md lists the names.
 """
 
-import threading
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from operator import attrgetter
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from engine.messages import EngineReady
-from engine.stats import KVCounts, SlotCounts, StepStats
-from worker.attempt import Attempt, Ending
+from engine.stats import KVCounts, MemoryCounts, SlotCounts, StepStats, StepTimes
+from worker.attempt import DEAD_LETTER, Attempt, Ending
 from worker.keys import LANES
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
 PREFIX = "slotmill"
 WORKER_STATES = ("loading", "serving", "stalled", "draining")
+PHASES = ("prefill", "decode", "mixed")
+KV_STATES = ("used", "cached", "free")
 SLOT_STATES = tuple(item.name for item in fields(SlotCounts))
+STEP_PARTS = tuple(item.name.removesuffix("_s") for item in fields(StepTimes))
+MEMORY_KINDS = tuple(item.name for item in fields(MemoryCounts))
 SCRIPTS = (
     "fetch",
     "reclaim",
@@ -53,8 +58,11 @@ OUTCOMES = (
     ("dead", "error"),
 )
 """State and finish reason of jobs that ended; the pairs that occur."""
+FAULT = ("failed", "error")
+"""Where any other pair would be counted: it would be a fault of ours, and no new series."""
 
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+# Up to a day: a night's batch waits for hours, and a quantile above the last bound would be told as that bound.
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400)
 _BETWEEN_TOKENS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _SCRIPT_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
@@ -72,38 +80,52 @@ class Watched:
     buffered_tokens: Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineState:
-    """What an engine last said of itself; nothing while there is none."""
+@dataclass(slots=True)
+class EngineState:
+    """What an engine last said of itself; zeros while there is none."""
 
-    running: int = 0
-    slots: int = 0
-    waiting: int = 0
-    kv: KVCounts = field(default_factory=KVCounts)
+    is_up: bool = False
+    max_slots: int = 0
+    block_bytes: int = 0
+    memory: MemoryCounts = field(default_factory=MemoryCounts)
+    last: StepStats = field(default_factory=StepStats)
+    """Before its first step all blocks are free."""
+
+
+class _Histogram(Histogram):
+    """One that takes many equal observations at once: all tokens of a step came after the same time.
+
+    It knows how its parent keeps them; a test holds it to as many calls of `observe`.
+    """
+
+    def observe_many(self, amount: float, times: int) -> None:
+        self._sum.inc(amount * times)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
 
 
 class Metrics:
     """All metrics of one worker process. Attributes are named as the metrics are, without prefix and unit of the count.
 
-    What several engines have is added up; where one of them differs, the metrics with the label `engine` show it.
+    What several engines have is added up; where one of them differs, the metrics with the label `engine` show it. What every
+    step counts goes to series that were looked up at the start.
     """
 
     def __init__(self, num_engines: int = 1) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more of each counter and histogram
         self.registry = CollectorRegistry()
-        self._lock = threading.Lock()
-        self._states = [_EngineState()] * num_engines
-        self._slots = [0] * num_engines
-        self._block_bytes = [0] * num_engines
+        self._engines = [EngineState() for _ in range(num_engines)]
         self._add_info()
         self._add_engine()
+        self._add_memory()
         self._add_jobs()
         self._add_queue()
-        for engine in range(num_engines):
-            self.engine_down(engine)
+        self._watch_engines()
+        self._bind()
 
-    def render(self) -> bytes:
-        """The registry in Prometheus' text format."""
-        return generate_latest(self.registry)
+    @property
+    def engine_states(self) -> list[EngineState]:
+        """What each engine last said of itself."""
+        return list(self._engines)
 
     def watch(self, watched: Watched) -> None:
         """Read these values at every scrape from now on."""
@@ -125,95 +147,124 @@ class Metrics:
             }
         )
         self.model_load_seconds.set(ready.load_s)
-        self._block_bytes[engine] = ready.block_bytes
-        self.engine_up.labels(str(engine)).set(1)
-        kv = KVCounts(capacity_blocks=ready.num_blocks, free_blocks=ready.num_blocks)
-        self._set_slots(engine, ready.max_slots)
-        self._set_state(engine, _EngineState(kv=kv))
+        self.engine_starts.labels(str(engine)).inc()
+        blocks = KVCounts(capacity_blocks=ready.num_blocks, free_blocks=ready.num_blocks)
+        self._engines[engine] = EngineState(
+            is_up=True,
+            max_slots=ready.max_slots,
+            block_bytes=ready.block_bytes,
+            memory=ready.memory,
+            last=StepStats(kv=blocks),
+        )
 
     def engine_down(self, engine: int = 0) -> None:
         """Nothing runs and no block exists while there is no engine."""
-        self.engine_up.labels(str(engine)).set(0)
-        self._set_slots(engine, 0)
-        self._set_state(engine, _EngineState())
+        self._engines[engine] = EngineState()
 
     def step(self, stats: StepStats, engine: int = 0) -> None:
-        """Record one step; gauges only when the report is not about a step."""
-        self._set_state(engine, _EngineState(stats.num_running, stats.num_slots_taken, stats.num_waiting, stats.kv))
+        """Record a report. One without a step counts what it tells, such as the last tokens of an engine that ran ahead."""
+        state = self._engines[engine]
+        state.last = stats
+        for counter, name in self._of_stats:
+            if count := getattr(stats, name):
+                counter.inc(count)
+        for counter, name in self._of_times:
+            if seconds := getattr(stats.times, name):
+                counter.inc(seconds)
         if stats.num_preemptions:
-            self._count_preemptions(stats)
-        if stats.num_leaked_blocks:
-            self.leaked_blocks.inc(stats.num_leaked_blocks)
-        if stats.num_wasted_tokens:
-            self.wasted_tokens.labels("run_ahead").inc(stats.num_wasted_tokens)
-        if not stats.num_tokens:
-            return
-        self._count_sharing(stats, engine)
-        for state in SLOT_STATES:
-            if num_slots := getattr(stats.slots, state):
-                self.slot_steps.labels(state).inc(num_slots)
-        phase = "mixed" if stats.slots.prefill and stats.slots.decode else "prefill" if stats.slots.prefill else "decode"
-        self.engine_steps.labels(phase).inc()
-        self.engine_step_duration_seconds.labels(phase).observe(stats.times.total_s)
-        self.batch_size.observe(stats.slots.prefill + stats.slots.decode)
+            self._recomputed.inc(stats.num_preemptions - stats.num_swap_preemptions)
+        self._count_swaps(stats, state.block_bytes)
+        if stats.num_tokens:
+            self._count_step(stats)
+
+    def _count_step(self, stats: StepStats) -> None:
+        slots = stats.slots
+        for counter, name in self._of_slots:
+            if num_slots := getattr(slots, name):
+                counter.inc(num_slots)
+        steps, seconds = self._of_phase["mixed" if slots.prefill and slots.decode else "prefill" if slots.prefill else "decode"]
+        steps.inc()
+        seconds.observe(stats.times.total_s)
+        self.batch_size.observe(slots.prefill + slots.decode)
         self.batch_tokens.observe(stats.num_tokens)
-        self.generated_tokens.inc(stats.num_generated_tokens)
         self.last_step_timestamp_seconds.set(time.time())
 
-    def _count_preemptions(self, stats: StepStats) -> None:
-        self.preemptions.labels("recompute").inc(stats.num_preemptions - stats.num_swap_preemptions)
-        self.preemptions.labels("swap").inc(stats.num_swap_preemptions)
-        self.preempted_tokens.labels("recompute").inc(stats.num_preempted_tokens)
-        self.preempted_tokens.labels("swap").inc(stats.num_swapped_tokens)
-        self.wasted_tokens.labels("preempted").inc(stats.num_preempted_tokens)
+    def _count_swaps(self, stats: StepStats, block_bytes: int) -> None:
+        moves = (stats.num_swapped_out_blocks, stats.swap_times.out_s), (stats.num_swapped_in_blocks, stats.swap_times.in_s)
+        for (num_blocks, times), (swapped, seconds) in zip(moves, self._of_swaps, strict=True):
+            if num_blocks:
+                swapped.inc(num_blocks * block_bytes)
+            for taken_s in times:
+                seconds.observe(taken_s)
 
-    def _count_sharing(self, stats: StepStats, engine: int) -> None:
-        for counter, count in (
-            (self.swap_bytes.labels("out"), stats.num_swapped_out_blocks * self._block_bytes[engine]),
-            (self.swap_bytes.labels("in"), stats.num_swapped_in_blocks * self._block_bytes[engine]),
-            (self.copied_blocks, stats.num_copied_blocks),
-            (self.prefix_cache_queried_tokens, stats.num_prefix_queries),
-            (self.prefix_cache_hit_tokens, stats.num_prefix_hits),
-        ):
-            if count:
-                counter.inc(count)
+    def token_gaps(self, gaps: Mapping[tuple[str, float], int]) -> None:
+        """Record the tokens of a step but first ones: how many came after how many seconds, by lane."""
+        for (lane, seconds), num_tokens in gaps.items():
+            self._of_gaps[lane].observe_many(seconds, num_tokens)
 
     def job_ended(self, attempt: Attempt, ending: Ending) -> None:
         """Count a job whose end is stored."""
-        self.jobs_finished.labels(ending.state, ending.finish_reason).inc()
+        outcome = ending.state, ending.finish_reason
+        self.jobs_finished.labels(*(outcome if outcome in OUTCOMES else FAULT)).inc()
         self.job_duration_seconds.labels(attempt.priority).observe(max(0.0, time.time() - attempt.delivery.enqueued_ms / 1000))
         if ending.code in REFUSALS:
             self.refused.labels(ending.code).inc()
         if ending.state == "dead":
-            self.jobs_dead.labels(ending.code).inc()
+            self.jobs_dead.labels("unknown_version" if ending.code == "unknown_version" else DEAD_LETTER).inc()
         if attempt.outputs:
             self.job_prompt_tokens.observe(len(attempt.prompt_token_ids))
             self.job_generated_tokens.observe(attempt.num_tokens)
 
-    def _set_slots(self, engine: int, slots: int) -> None:
-        with self._lock:
-            self._slots[engine] = slots
-            self.slots.set(sum(self._slots))
+    def _watch_engines(self) -> None:
+        """Gauges of the engines are read at every scrape, from what each said last."""
+        every = range(len(self._engines))
+        for number in every:
+            self._read("is_up", self.engine_up.labels(str(number)), number)
+            self._read("last.num_slots_taken", self.engine_slots_active.labels(str(number)), number)
+        self._read("max_slots", self.slots, *every)
+        self._read("last.num_slots_taken", self.slots_active, *every)
+        self._read("last.num_running", self.requests_running, *every)
+        self._read("last.num_waiting", self.requests_waiting, *every)
+        for state in KV_STATES:
+            self._read(f"last.kv.{state}_blocks", self.kv_blocks.labels(state), *every)
+        self._read("last.kv.capacity_blocks", self.kv_blocks_capacity, *every)
+        self._read("last.kv.allocated_tokens", self.kv_tokens_allocated, *every)
+        self._read("last.kv.filled_tokens", self.kv_tokens_filled, *every)
+        self.kv_usage_ratio.set_function(self._kv_usage)
+        for kind in MEMORY_KINDS:
+            self._read(f"memory.{kind}", self.gpu_memory_bytes.labels(kind), *every)
 
-    def _set_state(self, engine: int, state: _EngineState) -> None:
-        """Take in what one engine says and show the sums; each engine has a thread that calls this."""
-        self.engine_slots_active.labels(str(engine)).set(state.slots)
-        with self._lock:
-            self._states[engine] = state
-            self.slots_active.set(sum(each.slots for each in self._states))
-            self.requests_running.set(sum(each.running for each in self._states))
-            self.requests_waiting.set(sum(each.waiting for each in self._states))
-            counts = [each.kv for each in self._states]
-            self._set_kv(KVCounts(**{item.name: sum(getattr(kv, item.name) for kv in counts) for item in fields(KVCounts)}))
+    def _read(self, name: str, gauge: Gauge, *engines: int) -> None:
+        """The gauge is the sum of this attribute over these engines."""
+        read = attrgetter(name)
+        gauge.set_function(lambda: float(sum(read(self._engines[engine]) for engine in engines)))
 
-    def _set_kv(self, kv: KVCounts) -> None:
-        self.kv_blocks.labels("used").set(kv.used_blocks)
-        self.kv_blocks.labels("cached").set(kv.cached_blocks)
-        self.kv_blocks.labels("free").set(kv.free_blocks)
-        self.kv_blocks_capacity.set(kv.capacity_blocks)
-        self.kv_usage_ratio.set(kv.used_blocks / kv.capacity_blocks if kv.capacity_blocks else 0)
-        self.kv_tokens_allocated.set(kv.allocated_tokens)
-        self.kv_tokens_filled.set(kv.filled_tokens)
+    def _kv_usage(self) -> float:
+        kvs = [engine.last.kv for engine in self._engines]
+        capacity = sum(kv.capacity_blocks for kv in kvs)
+        return sum(kv.used_blocks for kv in kvs) / capacity if capacity else 0.0
+
+    def _bind(self) -> None:
+        """Look up the series of what every step counts."""
+        self._of_slots = [(self.slot_steps.labels(state), state) for state in SLOT_STATES]
+        self._of_times = [(self.engine_time_seconds.labels(part), f"{part}_s") for part in STEP_PARTS]
+        steps, seconds = self.engine_steps, self.engine_step_duration_seconds
+        self._of_phase = {phase: (steps.labels(phase), seconds.labels(phase)) for phase in PHASES}
+        self._of_swaps = [(self.swap_bytes.labels(way), self.swap_duration_seconds.labels(way)) for way in ("out", "in")]
+        self._of_gaps = {lane: self.inter_token_latency_seconds.labels(lane) for lane in LANES}
+        self._recomputed = self.preemptions.labels("recompute")
+        self._of_stats = (
+            (self.generated_tokens, "num_generated_tokens"),
+            (self.preemptions.labels("swap"), "num_swap_preemptions"),
+            (self.preempted_tokens.labels("swap"), "num_swapped_tokens"),
+            (self.preempted_tokens.labels("recompute"), "num_preempted_tokens"),
+            (self.wasted_tokens.labels("preempted"), "num_preempted_tokens"),
+            (self.wasted_tokens.labels("run_ahead"), "num_wasted_tokens"),
+            (self.copied_blocks, "num_copied_blocks"),
+            (self.leaked_blocks, "num_leaked_blocks"),
+            (self.prefix_cache_queried_tokens, "num_prefix_queries"),
+            (self.prefix_cache_hit_tokens, "num_prefix_hits"),
+        )
 
     def _add_info(self) -> None:
         self.build_info = self._info("build", "Version of the worker")
@@ -224,25 +275,35 @@ class Metrics:
         self.model_load_seconds = self._gauge("model_load_seconds", "Seconds the engine took to become ready")
 
     def _add_engine(self) -> None:
-        phases = ("prefill", "decode", "mixed")
-        engines = tuple(str(engine) for engine in range(len(self._states)))
+        engines = tuple(str(engine) for engine in range(len(self._engines)))
         self.engine_up = self._gauge("engine_up", "1 while this engine serves", engine=engines)
+        self.engine_starts = self._counter("engine_starts_total", "Times this engine became ready", engine=engines)
+        self.engine_stalled_seconds = self._gauge(
+            "engine_stalled_seconds", "Seconds for which this engine has had work and made no step", engine=engines
+        )
         self.engine_slots_active = self._gauge(
             "engine_slots_active", "Places held in this engine after its last step", engine=engines
         )
         self.slots = self._gauge("slots", "Places in the batch")
         self.slots_active = self._gauge("slots_active", "Places held by a request after the last step")
+        self.requests_running = self._gauge("requests_running", "Requests that hold a slot")
+        self.requests_waiting = self._gauge("requests_waiting", "Requests inside the engine without a slot")
         self.slot_steps = self._counter("slot_steps_total", "Slots of all steps by what they did", state=SLOT_STATES)
-        self.engine_steps = self._counter("engine_steps_total", "Engine steps by what they held", phase=phases)
+        self.engine_steps = self._counter("engine_steps_total", "Engine steps by what they held", phase=PHASES)
         self.engine_step_duration_seconds = self._histogram(
-            "engine_step_duration_seconds", "Seconds of one engine step", _STEP_S, phase=phases
+            "engine_step_duration_seconds", "Seconds of one engine step", _STEP_S, phase=PHASES
         )
-        self.batch_size = self._histogram("batch_size", "Requests computed in one step", _SLOTS)
+        self.engine_time_seconds = self._counter(
+            "engine_time_seconds_total", "Seconds of all engine steps by what they went into", part=STEP_PARTS
+        )
+        self.batch_size = self._histogram("batch_size", "Places computed in one step: one for each choice of a request", _SLOTS)
         self.batch_tokens = self._histogram("batch_tokens", "Tokens computed in one step", _TOKENS)
         self.last_step_timestamp_seconds = self._gauge(
             "last_step_timestamp_seconds", "Unix time of the last step, 0 before any"
         )
-        self.kv_blocks = self._gauge("kv_blocks", "KV blocks by state", state=("used", "cached", "free"))
+
+    def _add_memory(self) -> None:
+        self.kv_blocks = self._gauge("kv_blocks", "KV blocks by state", state=KV_STATES)
         self.kv_blocks_capacity = self._gauge("kv_blocks_capacity", "KV blocks in all")
         self.kv_usage_ratio = self._gauge("kv_usage_ratio", "Used blocks over all blocks, 0 to 1")
         self.kv_tokens_allocated = self._gauge("kv_tokens_allocated", "Token positions in used blocks and in blocks set aside")
@@ -253,17 +314,23 @@ class Metrics:
         self.swap_bytes = self._counter(
             "swap_bytes_total", "Bytes of KV blocks copied to or from host memory", direction=("out", "in")
         )
+        self.swap_duration_seconds = self._histogram(
+            "swap_duration_seconds", "Seconds that the moves of one step took on the device", _SCRIPT_S, direction=("out", "in")
+        )
         self.copied_blocks = self._counter("copied_blocks_total", "KV blocks copied because a fork wrote to a shared one")
         self.leaked_blocks = self._counter("leaked_blocks_total", "KV blocks that a fault had lost, taken back when idle")
         self.prefix_cache_queried_tokens = self._counter(
             "prefix_cache_queried_tokens_total", "Tokens of starting requests that were looked up in the prefix cache"
         )
         self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens_total", "Of those, tokens found there")
-        self.requests_running = self._gauge("requests_running", "Requests that hold a slot")
-        self.requests_waiting = self._gauge("requests_waiting", "Requests inside the engine without a slot")
+        self.gpu_memory_bytes = self._gauge(
+            "gpu_memory_bytes", "Bytes of the memory of all GPUs by use, as planned at start; 0 on a CPU", kind=MEMORY_KINDS
+        )
 
     def _add_jobs(self) -> None:
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of the jobs given to the engine")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt tokens given to the engine, again at each attempt of a job"
+        )
         self.generated_tokens = self._counter("generated_tokens_total", "Tokens sampled")
         self.resumed_tokens = self._counter("resumed_tokens_total", "Tokens taken over from earlier attempts")
         reasons = ("preempted", "fenced", "aborted", "run_ahead")
@@ -290,7 +357,8 @@ class Metrics:
         self.queue_oldest_age_seconds = self._gauge(
             "queue_oldest_age_seconds", "Age of a lane's oldest entry that nobody has taken", priority=LANES
         )
-        self.queue_delayed = self._gauge("queue_delayed", "Jobs that are not due yet")
+        self.queue_delayed = self._gauge("queue_delayed", "Jobs of a lane that are not due yet", priority=LANES)
+        self.queue_paused = self._gauge("queue_paused", "1 while the queue is paused: nothing is taken from it")
         self.dead_entries = self._gauge("dead_entries", "Jobs set aside for people")
         claims = ("new", "released", "reclaimed")
         self.jobs_claimed = self._counter("jobs_claimed_total", "Jobs taken, by where they came from", source=claims)
@@ -310,7 +378,7 @@ class Metrics:
             "publish_flush_duration_seconds", "Seconds of one flush", _SCRIPT_S
         )
         self.publish_buffer_tokens = self._gauge("publish_buffer_tokens", "Tokens made and not yet in the log")
-        self.published_frames = self._counter("published_frames_total", "Frames written to log and channel")
+        self.published_frames = self._counter("published_frames_total", "Frames written to the logs of jobs")
         self.redis_connected = self._gauge("redis_connected", "1 when every connection of the worker works")
         self.redis_errors = self._counter(
             "redis_errors_total", "Calls that the server refused or did not answer", kind=ERROR_KINDS
@@ -325,11 +393,11 @@ class Metrics:
     def _gauge(self, name: str, text: str, **labels: tuple[str, ...]) -> Gauge:
         return _with_series(Gauge(name, text, tuple(labels), namespace=PREFIX, registry=self.registry), labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: tuple[str, ...]) -> Histogram:
-        metric = Histogram(name, text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: tuple[str, ...]) -> _Histogram:
+        metric = _Histogram(name, text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=buckets)
         return _with_series(metric, labels)
 
-    def _by_priority(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    def _by_priority(self, name: str, text: str, buckets: tuple[float, ...]) -> _Histogram:
         return self._histogram(name, text, buckets, priority=LANES)
 
     def _info(self, name: str, text: str) -> Info:

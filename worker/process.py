@@ -5,8 +5,9 @@
     engine-sender   bridge, one for each engine: requests and aborts
     publisher       frames and results
     leases          renewals, heartbeat, queue gauges
-    control         cancel requests
+    control         cancel requests, and answers to those who look
     health          probes and scrapes
+    notify          what systemd is told, where it listens
 
 Never imports torch. Leaves every decision to the parts; here they are put together and taken apart.
 """
@@ -34,16 +35,22 @@ from worker.inflight import InFlight
 from worker.leases import Leases
 from worker.link import Link
 from worker.metrics import Metrics, Watched
+from worker.notify import Notifier
 from worker.partitions import Partitions
 from worker.publisher import Publisher
+from worker.self_view import SelfView
 from worker.settings import Settings
+from worker.snapshot import encode
+from worker.tracing import Tracing
 
 MAX_SILENCE_S = 10.0
 """A worker that no script has run for this long is not ready."""
 MAX_TURN_S = 60.0
-"""A main loop that has not come around for this long is not alive."""
+"""A loop that has not come around for this long, of the main thread, the publisher or the leases, is not alive."""
 RELEASE_S = 3.0
 """How long a leaving worker tries to give back what is left."""
+LEAVE_S = 15.0
+"""How long it then takes to stop engines and threads, at most."""
 
 _log = log.get("process")
 
@@ -63,7 +70,9 @@ class WorkerProcess:
         self._throttle = log.Throttle()
         self._links: list[Link] = []
         self._brokers: list[Broker] = []
-        self._inflight = InFlight(self.metrics, *(partial(self._send, engine) for engine in range(len(settings.engines))))
+        self._tracing = _tracing(settings)
+        sends = (partial(self._send, engine) for engine in range(len(settings.engines)))
+        self._inflight = InFlight(self.metrics, *sends, tracing=self._tracing)
         self._fleet = Fleet(
             settings.engines,
             settings.engine_command,
@@ -90,12 +99,13 @@ class WorkerProcess:
         self._consumer = Consumer(
             *self._road("consumer"), self._inflight, engines=self._fleet, metrics=self.metrics, settings=settings
         )
-        self._controls = [Control(self._broker(queue), self._link("control"), self._inflight) for queue in settings.queues]
-        self._health = HealthServer(
-            settings.metrics_host,
-            settings.metrics_port,
-            Probes(self.metrics.render, self._not_live, self._not_ready),
-        )
+        self._view = SelfView(settings, self._inflight, self._fleet, self.metrics)
+        self._controls = [
+            Control(self._broker(queue), self._link("control"), self._inflight, self._snapshot) for queue in settings.queues
+        ]
+        probes = Probes(self.metrics.registry, self._not_live, self._not_ready)
+        self._health = HealthServer(settings.metrics_host, settings.metrics_port, probes)
+        self._notifier = Notifier(self._status, self._not_live, self._not_ready)
 
     def run(self) -> int:
         """Work until a signal, or the end of a burst; the exit code. `EngineUnavailable` when there is no engine to be had."""
@@ -103,7 +113,14 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         self._announce()
         try:
-            parts: tuple[_Part, ...] = (self._health, self._fleet, self._leases, self._publisher, *self._controls)
+            parts: tuple[_Part, ...] = (
+                self._health,
+                self._notifier,
+                self._fleet,
+                self._leases,
+                self._publisher,
+                *self._controls,
+            )
             for part in parts:
                 part.start()
             self._consumer.run(self._may_go_on)
@@ -117,6 +134,7 @@ class WorkerProcess:
 
     def _announce(self) -> None:
         settings = self._settings
+        log.bind(worker=settings.worker_id, queue=settings.queue)
         self.metrics.worker_info.info({"queue": settings.queue, "gpu": settings.device_names})
         self.metrics.watch(
             Watched(self._state, self._is_connected, self._leases.age_max_s, lambda: self._publisher.num_buffered_tokens)
@@ -134,6 +152,7 @@ class WorkerProcess:
     def _drain(self) -> None:
         """Go on with what is in hand for a while, then give back the rest."""
         until = time.monotonic() + self._settings.drain_s
+        self._notifier.stopping(self._settings.drain_s + RELEASE_S + LEAVE_S)
         self._consumer.give_back_claimed()
         if self._inflight.num_held:
             _log.info("draining", jobs=self._inflight.num_held, at_most_s=self._settings.drain_s)
@@ -148,12 +167,14 @@ class WorkerProcess:
             _log.warning("left_to_their_leases", jobs=self._inflight.num_held)
 
     def _stop(self) -> None:
-        parts: tuple[_Part, ...] = (*self._controls, self._publisher, self._leases, self._fleet, self._health)
+        parts: tuple[_Part, ...] = (*self._controls, self._publisher, self._leases, self._fleet, self._notifier, self._health)
         for part in parts:
             part.stop()
         self._consumer.say_goodbye()
         for broker in self._brokers:
             broker.close()
+        if self._tracing:
+            self._tracing.stop()
 
     def _send(self, engine: int, message: Request | Abort) -> None:
         self._fleet.send(engine, message)
@@ -189,7 +210,7 @@ class WorkerProcess:
             "model": self._settings.model_name,
             "state": self._state(),
             "slots": self._fleet.num_slots,
-            "active": self._inflight.num_inside,
+            "active": self._fleet.num_slots_taken,
         }
 
     def _state(self) -> str:
@@ -199,6 +220,16 @@ class WorkerProcess:
             return "loading"
         return "stalled" if self._fleet.stalled_for_s() > self._settings.stall_s else "serving"
 
+    def _status(self) -> str:
+        """For people: what `systemctl status` shows."""
+        if not self._signals and (why := self._not_ready()):
+            return f"waiting: {why}"
+        slots = f"{self._fleet.num_slots_taken} of {self._fleet.num_slots} slots"
+        return f"{self._state()}: {slots}, {self._inflight.num_held} jobs in hand"
+
+    def _snapshot(self) -> bytes:
+        return encode(self._view.take(self._state()))
+
     def _is_connected(self) -> bool:
         return any(link.last_ok for link in self._links) and not any(link.is_failing for link in self._links)
 
@@ -207,7 +238,11 @@ class WorkerProcess:
             return f"the main loop has not come around for {silent_s:.0f} s"
         if (stalled_s := self._fleet.stalled_for_s()) > self._settings.stall_s:
             return f"the engine holds work and has made no step for {stalled_s:.0f} s"
-        return ""
+        for part in (self._leases, self._publisher):
+            if (silent_s := time.monotonic() - part.turned_at) > MAX_TURN_S:
+                return f"the thread {part.name} has not come around for {silent_s:.0f} s"
+        dead = [part.name for part in (self._leases, self._publisher, *self._controls) if part.has_died]
+        return f"the thread {dead[0]} has ended" if dead else ""
 
     def _not_ready(self) -> str:
         if self._signals:
@@ -215,11 +250,21 @@ class WorkerProcess:
         if not self._fleet.serving:
             return "the engine is loading"
         if not self._is_connected():
-            return "the server does not answer"
+            return "the server does not answer, or refuses"
         newest = max(link.last_ok for link in self._links)
         return "" if time.monotonic() - newest < MAX_SILENCE_S else f"no script has run for {MAX_SILENCE_S:.0f} s"
 
 
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    names = {"worker_id": settings.worker_id, "queue": settings.queue}
+    return Tracing(settings.otlp_endpoint, gpu=settings.device_names, model=settings.model_name, **names)
+
+
 def run(settings: Settings) -> int:
-    """Run one worker to its end; the exit code. Errors: `InvalidOption` (a port that is taken), `EngineUnavailable`."""
+    """Run one worker to its end; the exit code.
+
+    Errors: `InvalidOption` (a port that is taken, a missing extra), `EngineUnavailable`.
+    """
     return WorkerProcess(settings).run()

@@ -9,6 +9,7 @@ The engine never waits for any of this: tokens are kept in the attempt until the
 4. Nothing is written while our leases may have run out.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -50,6 +51,7 @@ class Publisher(Background):
         super().__init__("publisher")
         self._broker = broker
         self._link = link
+        self._faults = log.Throttle(log.FAULT_LINE_S)
         self._inflight = inflight
         self._metrics = metrics
         self._model = model
@@ -67,6 +69,7 @@ class Publisher(Background):
     def _run(self) -> None:
         wait_s = MAX_WAIT_S
         while not self._leave.is_set():
+            self.turned_at = time.monotonic()
             touched = self._inflight.wait_for_writing(wait_s)
             try:
                 wait_s = self.flush(touched)
@@ -74,7 +77,8 @@ class Publisher(Background):
                 self._link.pause()
                 wait_s = 0.0
             except Exception:  # noqa: BLE001  whatever it was, the other jobs go on
-                _log.error("flush_failed", exc_info=True)
+                if (held := self._faults.admit()) is not None:
+                    _log.error("flush_failed", held_back=held, exc_info=True)
                 self._link.pause()
                 wait_s = 0.0
 
@@ -191,7 +195,6 @@ class Publisher(Background):
         try:
             return build(attempt)
         except Exception:  # noqa: BLE001  the flush carries other jobs as well
-            _log.error("job_unwritable", job=attempt.delivery.job_id, exc_info=True)
             self._inflight.drop(attempt, "unwritable")
             return None
 
@@ -223,7 +226,9 @@ class Publisher(Background):
             self._inflight.drop(attempt, "finish")
             return
         if self._inflight.done(attempt) and attempt.ending:
+            self._metrics.published_frames.inc()  # the end
             self._metrics.job_ended(attempt, attempt.ending)
+            self._trace(attempt, attempt.ending)
             self._log_end(attempt, attempt.ending)
 
     def _note_released(self, attempt: Attempt, ending: Ending) -> None:
@@ -231,21 +236,43 @@ class Publisher(Background):
             return
         self._metrics.jobs_released.labels(ending.why).inc()
         self._metrics.wasted_tokens.labels("aborted").inc(attempt.num_in_vain)
+        self._trace(attempt, ending)
         note: dict[str, object] = {"error": ending.error, "pause_s": round(ending.delay_s, 1)} if ending.error else {}
-        _log.info(
-            "job_released", job=attempt.delivery.job_id, why=ending.why, blame=ending.blame, tokens=attempt.num_logged, **note
+        _log.log(
+            attempt.level(),
+            "job_released",
+            **attempt.about,
+            why=ending.why,
+            blame=ending.blame,
+            tokens=attempt.num_logged,
+            held_s=round(time.time() - attempt.claimed_at, 3),
+            **note,
         )
 
+    def _trace(self, attempt: Attempt, ending: Ending) -> None:
+        if self._inflight.tracing:
+            self._inflight.tracing.note(attempt, ending.state, ending.code or ending.why, ending.error)
+
     def _log_end(self, attempt: Attempt, ending: Ending) -> None:
-        write = _log.info if ending.state in ("succeeded", "cancelled") else _log.warning
-        note = {"error": ending.error} if ending.error else {}
-        write(
+        is_fine = ending.state in ("succeeded", "cancelled")
+        level = logging.INFO if is_fine else logging.ERROR if ending.code == "internal" else logging.WARNING
+        usage, timings = attempt.usage(), attempt.timings()
+        _log.log(
+            level,
             "job_ended",
-            job=attempt.delivery.job_id,
+            **attempt.about,
             state=ending.state,
             reason=ending.finish_reason,
-            tokens=attempt.num_tokens,
-            **note,
+            **({"code": ending.code} if ending.code else {}),
+            **({"error": ending.error} if ending.error else {}),
+            lane=attempt.priority,
+            prompt_tokens=usage.prompt_tokens,
+            tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            resumed_tokens=usage.resumed_tokens,
+            queued_s=round(timings.queued_s, 3),
+            ttft_s=None if timings.ttft_s is None else round(timings.ttft_s, 3),
+            duration_s=round(timings.e2e_s, 3),
             **log.private(**{f"text_{choice}": output.text for choice, output in enumerate(attempt.outputs)}),
         )
 

@@ -4,8 +4,9 @@ Runs on the engine reader thread and waits for nothing but locks that are held b
 strings; leaves writing to the publisher. A fault in one job's event fails that job alone.
 """
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,11 +14,11 @@ from typing import Protocol
 from engine.errors import one_line
 from engine.messages import EngineReady, RequestRejected, StepReport, TokenEvent
 from engine.request import FinishReason
+from engine.stats import MemoryRow
 from worker import log
 from worker.attempt import Attempt, Ending, completed, internal_error
 from worker.errors import EngineUnavailable
 from worker.inflight import InFlight
-from worker.keys import LANES
 from worker.metrics import Metrics
 from worker.text import Tokenizer
 from worker.verdict import after_crash, after_fault
@@ -63,11 +64,15 @@ class Reader:
         self._on_change = on_change
         self._engine = engine
         self._late_tokens = metrics.wasted_tokens.labels("aborted")
-        self._inter_token_s = {lane: metrics.inter_token_latency_seconds.labels(lane) for lane in LANES}
+        self._gaps: dict[tuple[str, float], int] = {}
+        """Of the report at hand, how many tokens came so long after the one before, by lane."""
         self.serving: Serving | None = None
         """None while there is no engine to send requests to."""
         self._last_report = 0.0
+        self.step_times = (0.0, 0.0)
+        """`time.monotonic` of the reports of the last two steps; the second may still be read."""
         self._is_loading = False
+        metrics.engine_stalled_seconds.labels(str(engine)).set_function(self.stalled_for_s)
 
     @property
     def num_slots(self) -> int:
@@ -107,7 +112,7 @@ class Reader:
             max_model_len=ready.max_model_len,
             load_s=round(ready.load_s, 1),
         )
-        _log.info("engine_memory", table=ready.memory_table)
+        _log.info("engine_memory", engine=self._engine, **memory_fields(ready.memory_rows))
         self._is_loading = False
         self.serving = serving
         self._on_change()
@@ -135,6 +140,8 @@ class Reader:
     def on_report(self, report: StepReport) -> None:
         """See `bridge.Handler`."""
         self._last_report = time.monotonic()
+        if report.stats.num_tokens:
+            self.step_times = (self.step_times[1], self._last_report)
         self._is_loading = False
         touched = []
         for event in report.events:
@@ -153,13 +160,14 @@ class Reader:
         if report.stats.num_leaked_blocks:
             _log.error("kv_blocks_leaked", blocks=report.stats.num_leaked_blocks)
         self._metrics.step(report.stats, self._engine)
+        self._metrics.token_gaps(self._gaps)
+        self._gaps.clear()
 
     def _take_guarded(self, attempt: Attempt, event: TokenEvent) -> None:
         try:
             self._take(attempt, event)
         except Exception as error:  # noqa: BLE001  the other jobs of the step must have their tokens
-            _log.error("job_failed", job=attempt.delivery.job_id, error=type(error).__name__)
-            _log.debug("traceback", job=attempt.delivery.job_id, exc_info=True)
+            _log.debug("job_failed", **attempt.about, exc_info=True)
             self._inflight.end(attempt, internal_error(error))
 
     def _take(self, attempt: Attempt, event: TokenEvent) -> None:
@@ -196,13 +204,23 @@ class Reader:
         return output.is_stopped or reason is not None
 
     def _time(self, attempt: Attempt, num_tokens: int) -> None:
-        if not num_tokens or attempt.last_token_at == self._last_report:  # several choices of one step
+        now, before = self._last_report, attempt.last_token_at
+        if not num_tokens or before == now:  # several choices of one step
             return
-        if attempt.last_token_at:
-            per_token_s = (self._last_report - attempt.last_token_at) / num_tokens
-            self._inter_token_s[attempt.priority].observe(per_token_s)
-        elif not attempt.delivery.num_logged:
+        if before:  # this runs for every token
+            gap = attempt.delivery.lane, (now - before) / num_tokens
+            self._gaps[gap] = self._gaps.get(gap, 0) + num_tokens
+        else:
             attempt.first_token_at = time.time()
-            waited_s = max(0.0, attempt.first_token_at - attempt.delivery.enqueued_ms / 1000)
-            self._metrics.time_to_first_token_seconds.labels(attempt.priority).observe(waited_s)
-        attempt.last_token_at = self._last_report
+            if (waited_s := attempt.timings().ttft_s) is not None:
+                self._metrics.time_to_first_token_seconds.labels(attempt.priority).observe(waited_s)
+        attempt.last_token_at = now
+
+
+def memory_fields(rows: Iterable[MemoryRow]) -> dict[str, int | str]:
+    """Where the engine's memory goes as fields of a line: a size in bytes for each row, and a note where it has one."""
+    fields: dict[str, int | str] = {}
+    for name, size_bytes, note in rows:
+        key = re.sub(r"\W+", "_", name).lower()
+        fields |= {f"{key}_bytes": size_bytes} | ({key: note} if note else {})
+    return fields

@@ -64,6 +64,8 @@ class Settings:
     """`0.0.0.0` where a Prometheus on another machine, or outside the container, scrapes."""
     metrics_port: int = DEFAULT_METRICS_PORT
     """0 takes a free port, which is logged."""
+    otlp_endpoint: str | None = None
+    """Where spans go; None: none are made."""
     engine_command: tuple[str, ...] = ENGINE_COMMAND
     """What starts the engine; for a profiler or debugger in front of it, and for tests."""
 

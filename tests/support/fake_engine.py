@@ -199,13 +199,10 @@ class FakeEngine:
             ),
             times=StepTimes(forward_s=elapsed_s),
             num_tokens=num_stepped,
-            num_prefill_tokens=0,
             num_generated_tokens=num_generated,
             num_running=len(running),
             num_slots_taken=len(running),
             num_waiting=len(self._sequences) - len(running),
-            num_preemptions=0,
-            num_preempted_tokens=0,
         )
 
     def _advance(self, key: tuple[str, int], sequence: Sequence) -> list[TokenEvent]:
@@ -253,7 +250,7 @@ def ready(config: EngineConfig) -> EngineReady:
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         load_s=0.0,
-        memory_table="",
+        memory_rows=(),
     )
 
 

@@ -5,6 +5,7 @@ fifth.
 """
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -179,6 +180,23 @@ def workers(url: str, queue: str, model: Path) -> Iterator["WorkerMaker"]:
     finally:
         for worker in maker.made:
             worker.close()
+
+
+class Unread(WorkerUnderTest):
+    """One whose log nobody reads any more once its engine is ready; the pipe is full after some lines."""
+
+    def _listen(self) -> None:
+        fcntl.fcntl(self._stderr, fcntl.F_SETPIPE_SZ, 4096)
+        for raw in self._stderr:
+            self.lines.append(raw.decode().rstrip())
+            self.log.append(json.loads(raw))
+            if self.logged("engine_ready"):
+                return
+
+    def hang_up(self) -> None:
+        """The reader of its log is gone."""
+        self._listener.join()
+        self._stderr.close()
 
 
 class WorkerMaker:

@@ -11,7 +11,7 @@ from engine.messages import Abort
 from engine.request import Request
 from tests.support import fake_engine
 from worker import consumer, log
-from worker.attempt import CANCELLED, MISSED_BY_ENGINE, STOPPED, Attempt
+from worker.attempt import CANCELLED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, STOPPED, Attempt
 from worker.claims import Delivery
 from worker.consumer import Consumer
 from worker.frames import TokenFrame, encode_frame
@@ -80,7 +80,7 @@ class Bench:
         self.settings = Settings(engine=EngineConfig(model="m"), tenant_weights={"acme": 2.0})
         self.sent: list[Request | Abort] = []
         self.broker = MemoryBroker()
-        metrics = Metrics()
+        self.metrics = metrics = Metrics()
         self.inflight = InFlight(metrics, self.sent.append)
         self.tokenizer = Interrupted(directory)
         self.reader = Reader(self.inflight, metrics, "m", lambda: None)
@@ -161,6 +161,14 @@ def test_what_was_claimed_for_an_engine_that_died_is_not_left_inside_the_next_on
     }
 
 
+def test_a_loop_that_starts_many_jobs_comes_around_with_each(bench: Bench) -> None:
+    for job_id in "ab":
+        bench.add(job_id)
+    bench.tokenizer.happens = lambda: setattr(bench.consumer, "turned_at", 0.0)
+    bench.run(2)
+    assert bench.consumer.turned_at > 0
+
+
 def test_a_job_that_was_inside_a_dead_engine_is_a_suspect(bench: Bench) -> None:
     bench.add("a")
     ending = bench.run(2)["a"].ending
@@ -203,6 +211,16 @@ def test_a_paused_queue_is_not_waited_at_its_doorbell(bench: Bench, monkeypatch:
     bench.broker.is_paused = False
     bench.run(1)
     assert bench.broker.num_waits == 1
+
+
+def test_metrics_tell_that_the_queue_is_paused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "WAIT_S", 0.001)
+    told = []
+    for is_paused in (True, False):
+        bench.broker.is_paused = is_paused
+        bench.run(1)
+        told.append(bench.metrics.registry.get_sample_value("slotmill_queue_paused"))
+    assert told == [1, 0]
 
 
 def test_the_wait_for_an_entry_ends_when_a_delayed_job_is_due(bench: Bench) -> None:
@@ -260,3 +278,12 @@ def test_a_tenant_s_jobs_have_its_number_and_weight(bench: Bench) -> None:
     bench.run(2)
     requests = [message for message in bench.sent if isinstance(message, Request)]
     assert [(request.tenant, request.weight) for request in requests] == [(1, 2.0), (2, 1.0), (1, 2.0), (0, 1.0)]
+
+
+@pytest.mark.parametrize("more", [{}, {"max_tokens": -3}], ids=["a job", "a refusal"])
+def test_what_is_given_back_before_its_start_tells_its_trace(bench: Bench, more: dict[str, object]) -> None:
+    bench.add("a", traceparent=f"00-{'a' * 32}-{'b' * 16}-01", **more)
+    bench.consumer._claim(1)
+    bench.consumer.give_back_claimed()
+    [attempt] = bench.inflight.held()
+    assert (attempt.ending, attempt.trace_id) == (RELEASED_BY_DRAIN, "a" * 32)

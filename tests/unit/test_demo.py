@@ -6,10 +6,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from rich.console import Console
 from rich.text import Text
 
-from engine.stats import KVCounts, SlotCounts, StepStats, StepTimes
+from engine.config import EngineConfig
+from engine.stats import KVCounts, SlotCounts, StepStats
+from tests.support.fake_engine import ready
 from worker import demo_view as view
 from worker.demo import PROMPTS, figures_of, parse_counts
 from worker.demo_view import Answer, Figures, RequestLevel, request_level
@@ -178,22 +181,19 @@ def test_figures_are_what_the_worker_counted() -> None:
     step = StepStats(
         slots=SlotCounts(decode=3, no_work=1),
         kv=KVCounts(capacity_blocks=10, used_blocks=4, allocated_tokens=64, filled_tokens=48),
-        times=StepTimes(),
         num_tokens=3,
-        num_prefill_tokens=0,
         num_generated_tokens=3,
         num_running=3,
         num_slots_taken=3,
-        num_waiting=0,
         num_preemptions=2,
         num_preempted_tokens=5,
     )
-    metrics.slots.set(4)
+    metrics.engine_ready(ready(EngineConfig(model="m", max_slots=4)), "m")
     metrics.step(step)
-    halfway = parse_counts(metrics.render().decode())
+    halfway = parse_counts(generate_latest(metrics.registry).decode())
     metrics.step(step)
     metrics.prompt_tokens.inc(7)
-    after = parse_counts(metrics.render().decode())
+    after = parse_counts(generate_latest(metrics.registry).decode())
     figures = figures_of([answer(ended_s=3.0), answer(ended_s=5.0)], [halfway, after], after)
     assert {state: count for state, count in figures.slot_steps.items() if count} == {"decode": 6, "no_work": 2}
     assert (figures.num_slots, figures.num_preemptions, figures.num_prompt_tokens) == (4, 4, 7)

@@ -1,9 +1,12 @@
 """What the engine's events make of an attempt of one or several choices."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import Histogram
 
 from engine.messages import Abort, RequestRejected, StepReport, TokenEvent, TokenLogprobs
 from engine.request import FinishReason, Request
@@ -163,13 +166,35 @@ def test_the_choices_of_one_step_count_once_as_time_between_tokens(bench: Bench)
     attempt = bench.start(n=4)
     for step in range(3):
         bench.report(*[event(attempt, choice, step, 9) for choice in range(4)])
-    [family] = bench.metrics.inter_token_latency_seconds.collect()
-    counts = [
+    assert count_of(bench.metrics.inter_token_latency_seconds, attempt) == 2
+
+
+def test_each_token_of_an_event_counts_as_one_and_the_first_as_none(bench: Bench) -> None:
+    attempt = bench.start()
+    for start, num in ((0, 3), (3, 1), (4, 5)):
+        bench.report(TokenEvent(attempt.request_id, start, (9,) * num))
+    assert count_of(bench.metrics.inter_token_latency_seconds, attempt) == 6
+    assert count_of(bench.metrics.time_to_first_token_seconds, attempt) == 1
+
+
+def test_a_job_that_goes_on_from_a_log_has_had_its_first_token_elsewhere(bench: Bench) -> None:
+    attempt = bench.start()
+    attempt.delivery = replace(attempt.delivery, num_logged=4)
+    bench.report(event(attempt, 0, 0, 9))
+    bench.report(event(attempt, 0, 1, 9))
+    assert count_of(bench.metrics.time_to_first_token_seconds, attempt) == 0
+    assert count_of(bench.metrics.inter_token_latency_seconds, attempt) == 1
+
+
+def count_of(histogram: Histogram, attempt: Attempt) -> float:
+    """Observations of the lane of this attempt."""
+    [family] = histogram.collect()
+    [count] = [
         sample.value
         for sample in family.samples
         if sample.name.endswith("_count") and sample.labels["priority"] == attempt.priority
     ]
-    assert counts == [2]
+    return float(count)
 
 
 def endings(*attempts: Attempt) -> list[tuple[str, str]]:
@@ -241,6 +266,18 @@ def test_an_engine_that_says_it_is_busy_does_not_stand_still(bench: Bench, monke
     bench.report()
     now += 100.0
     assert bench.reader.stalled_for_s() == 100.0
+
+
+def test_an_engine_that_hangs_in_its_first_step_is_seen_at_a_scrape(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the engine reports after a step can tell."""
+    now = 1000.0
+    monkeypatch.setattr("worker.reader.time.monotonic", lambda: now)
+    bench.reader.serving = object()  # type: ignore[assignment]
+    stalled = partial(bench.metrics.registry.get_sample_value, "slotmill_engine_stalled_seconds", {"engine": "0"})
+    assert stalled() == 0
+    bench.start()
+    now += 45.0
+    assert stalled() == 45.0
 
 
 def test_a_crash_before_a_suspect_runs_alone_blames_the_batch(bench: Bench) -> None:
