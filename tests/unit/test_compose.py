@@ -1,4 +1,4 @@
-"""The compose file, the image and the server's configuration, as far as they can be checked without a container engine."""
+"""The compose file, as far as it can be checked without a container engine."""
 
 import re
 import subprocess
@@ -7,23 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_jsonschema.parsers import ParserSet
+import yaml
 
+from worker import process
 from worker.cli import cli
 
 ROOT = Path(__file__).parents[2]
-COMPOSE: dict[str, Any] = ParserSet().parse_file(ROOT / "docker-compose.yml", "yaml")
-WORKERS = {name: service for name, service in COMPOSE["services"].items() if name.startswith("worker")}
-DOCKERFILE = (ROOT / "ops/docker/Dockerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+WORKERS = {name: service for name, service in SERVICES.items() if name.startswith("worker")}
+
+each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
+each_worker = pytest.mark.parametrize("worker", WORKERS.values(), ids=WORKERS)
 
 
 def seconds(duration: str) -> float:
     return float(duration.removesuffix("s"))
 
 
-def instructions(name: str) -> list[str]:
-    joined = re.sub(r"\\\n\s*", " ", DOCKERFILE)
-    return [line.removeprefix(name).strip() for line in joined.splitlines() if line.startswith(name + " ")]
+def mounts(service: dict[str, Any]) -> list[list[str]]:
+    """Source, target and, for those that may not be written, `ro`."""
+    return [volume.split(":") for volume in service.get("volumes", [])]
 
 
 def test_the_compose_file_follows_the_compose_schema() -> None:
@@ -32,36 +36,62 @@ def test_the_compose_file_follows_the_compose_schema() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_there_is_a_worker_for_each_profile() -> None:
-    assert {name: service["profiles"] for name, service in WORKERS.items()} == {"worker-cpu": ["cpu"], "worker-gpu": ["gpu"]}
+def test_a_server_always_and_the_rest_by_profile() -> None:
+    profiles = {name: service.get("profiles", []) for name, service in SERVICES.items()}
+    assert profiles == {
+        "redis": [],
+        "worker-cpu": ["cpu"],
+        "worker-gpu": ["gpu"],
+        "prometheus": ["monitoring"],
+        "grafana": ["monitoring"],
+    }
 
 
-@pytest.mark.parametrize("worker", WORKERS.values(), ids=WORKERS)
+@each_worker
 def test_a_worker_has_time_to_drain_before_it_is_killed(worker: dict[str, Any]) -> None:
-    assert worker["init"] is True
-    assert seconds(worker["stop_grace_period"]) > float(worker["environment"]["SLOTMILL_DRAIN_S"])
+    drain_s = float(worker["environment"]["SLOTMILL_DRAIN_S"])
+    assert seconds(worker["stop_grace_period"]) > drain_s + process.RELEASE_S + process.LEAVE_S
 
 
-@pytest.mark.parametrize("service", COMPOSE["services"].values(), ids=COMPOSE["services"])
+@each_service
 def test_every_service_has_a_healthcheck_with_a_start_period(service: dict[str, Any]) -> None:
     check = service["healthcheck"]
     assert seconds(check["start_period"]) > 0
     assert check["test"][0] == "CMD"
 
 
-def test_only_the_gpu_worker_reserves_a_device() -> None:
-    assert "deploy" not in WORKERS["worker-cpu"]
+@each_service
+def test_every_service_is_restarted_and_has_no_rights_to_spare(service: dict[str, Any]) -> None:
+    assert (service["restart"], service["init"]) == ("unless-stopped", True)
+    assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+
+
+def test_the_server_is_not_started_by_a_root_without_the_right_to_become_another() -> None:
+    assert SERVICES["redis"]["user"] == "valkey"
+
+
+@pytest.mark.parametrize("name", ["redis", "prometheus", "grafana"])
+def test_images_of_others_are_pinned_to_a_release(name: str) -> None:
+    assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+(-alpine)?", SERVICES[name]["image"])
+
+
+def test_only_the_gpu_worker_reserves_devices() -> None:
+    assert [name for name, service in SERVICES.items() if "deploy" in service] == ["worker-gpu"]
     (device,) = WORKERS["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
-    assert device["capabilities"] == ["gpu"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
 
-def test_published_ports_are_reachable_from_this_machine_alone() -> None:
-    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
-    assert ports
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+@each_service
+def test_published_ports_are_reachable_from_this_machine_alone_and_can_be_moved(service: dict[str, Any]) -> None:
+    assert all(re.fullmatch(r"127\.0\.0\.1:\$\{SLOTMILL_[A-Z]+_PORT:-\d+\}:\d+", port) for port in service.get("ports", []))
 
 
-@pytest.mark.parametrize("worker", WORKERS.values(), ids=WORKERS)
+@pytest.mark.parametrize("name", ["redis", "prometheus", "grafana"])
+def test_what_one_looks_at_from_outside_is_published(name: str) -> None:
+    assert SERVICES[name]["ports"]
+
+
+@each_worker
 def test_environment_and_arguments_of_a_worker_are_options_that_exist(worker: dict[str, Any]) -> None:
     start = cli.commands["start"]
     names = {variable for option in start.params for variable in _as_list(option.envvar)}
@@ -75,28 +105,50 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def test_bind_mounts_and_build_files_exist() -> None:
-    volumes = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
-    mounted = [volume.split(":")[0] for volume in volumes if volume.startswith("./")]
-    built = [service["build"]["dockerfile"] for service in COMPOSE["services"].values() if "build" in service]
-    assert mounted
-    assert all((ROOT / path).is_file() for path in [*mounted, *built])
+@each_service
+def test_what_is_mounted_exists_and_cannot_be_written_or_is_a_declared_volume(service: dict[str, Any]) -> None:
+    for source, _, *mode in mounts(service):
+        if source.startswith("./"):
+            assert (ROOT / source).exists(), f"{source} is mounted and does not exist"
+            assert mode == ["ro"]
+        else:
+            assert source in COMPOSE["volumes"]
 
 
-def test_the_image_runs_the_worker_itself_and_not_as_root() -> None:
-    last = DOCKERFILE[DOCKERFILE.rindex("FROM ") :]
-    assert re.search(r"^USER slotmill$", last, re.MULTILINE)
-    assert re.search(r'^ENTRYPOINT \["worker"\]$', last, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("name", "directory"), [("redis", "/data"), ("prometheus", "/prometheus"), ("grafana", "/var/lib/grafana")]
+)
+def test_what_should_outlive_a_container_is_on_a_volume(name: str, directory: str) -> None:
+    assert directory in [target for source, target, *_ in mounts(SERVICES[name]) if source in COMPOSE["volumes"]]
 
 
-def test_the_image_copies_what_exists_and_what_the_context_lets_through() -> None:
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    sources = {word for copy in instructions("COPY") if not copy.startswith("--from") for word in copy.split()[:-1]}
-    assert sources == allowed
-    assert all((ROOT / source).exists() for source in sources)
+def test_prometheus_reads_a_configuration_whose_rules_are_there() -> None:
+    targets = {target: ROOT / source for source, target, *_ in mounts(SERVICES["prometheus"])}
+    config = yaml.safe_load(targets["/etc/prometheus/prometheus.yml"].read_text())
+    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+    assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} <= set(targets)
 
 
-def test_the_image_pins_the_torch_that_the_makefile_pins() -> None:
-    pinned = re.search(r"^TORCH\s*\?=\s*(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert pinned
-    assert f"TORCH={pinned[1]}" in instructions("ARG")
+def test_grafana_finds_prometheus_and_its_dashboards() -> None:
+    folders = {target: ROOT / source for source, target, *_ in mounts(SERVICES["grafana"])}
+    provisioned = [yaml.safe_load(path.read_text()) for path in folders["/etc/grafana/provisioning"].rglob("*.y*ml")]
+    sources = [source["url"] for file in provisioned for source in file.get("datasources", [])]
+    boards = [provider["options"]["path"] for file in provisioned for provider in file.get("providers", [])]
+    home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (sources, boards) == (["http://prometheus:9090"], ["/var/lib/grafana/dashboards"])
+    assert (folders[str(home.parent)] / home.name).is_file()
+
+
+def test_grafana_has_no_well_known_password_and_shows_without_one() -> None:
+    service = SERVICES["grafana"]
+    environment = service["environment"]
+    assert "cfg:default.security.disable_initial_admin_creation=true" in service["command"]
+    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "${SLOTMILL_GRAFANA_PASSWORD:+false}"
+    assert environment["GF_SECURITY_ADMIN_PASSWORD"] == "${SLOTMILL_GRAFANA_PASSWORD:-}"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
+def test_every_variable_is_in_the_table_of_the_documentation() -> None:
+    used = set(re.findall(r"\$\{(SLOTMILL_\w+)", (ROOT / "docker-compose.yml").read_text()))
+    rows = re.findall(r"^\|(.*?)\|", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert used <= {name for row in rows for name in re.findall(r"`(SLOTMILL_\w+)`", row)}
