@@ -1,5 +1,6 @@
 """What README and docs/ say exists does exist, and the other way round."""
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,16 +10,17 @@ import click
 import pytest
 from prometheus_client import Metric
 
-from worker import doctor_machine, doctor_queue, doctor_server, wire
+from worker import wire
 from worker.cli import cli
-from worker.doctor import SECTIONS
-from worker.findings import name_of
+from worker.doctor import machine_checks, queue_checks, server_checks
+from worker.doctor.command import SECTIONS
+from worker.doctor.findings import name_of
 from worker.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")] + sorted(
-    (ROOT / "docs").rglob("*.md")
-)
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "ops/runbook.md")
+] + sorted((ROOT / "docs").rglob("*.md"))
 PLANNED = "*(planned"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -58,6 +60,12 @@ def all_commands(group: click.Group, prefix: str = "worker") -> Iterator[tuple[s
 COMMANDS = dict(all_commands(cli))
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page, all of them different."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def options() -> Iterator[click.Option]:
     for command in COMMANDS.values():
         yield from (parameter for parameter in command.params if isinstance(parameter, click.Option))
@@ -67,6 +75,12 @@ def options() -> Iterator[click.Option]:
 def test_links_lead_to_files_that_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_links_into_a_page_lead_to_one_of_its_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    assert [(name, anchor) for name, anchor in links if anchor not in anchors(page.parent / name if name else page)] == []
 
 
 @each_page
@@ -114,8 +128,9 @@ def test_the_readme_names_the_test_command() -> None:
 
 
 def test_the_table_of_the_queue_side_has_a_line_for_every_file() -> None:
-    named = [re.findall(r"`([a-z_]+[.]py)`", row[0]) for row in table("docs/architecture.md", "The files of worker")]
-    files = sorted(path.name for path in (ROOT / "worker").glob("*.py") if path.name != "__init__.py")
+    named = [re.findall(r"`([a-z_/]+[.]py)`", row[0]) for row in table("docs/architecture.md", "The files of worker")]
+    paths = [path for path in (ROOT / "worker").rglob("*.py") if path.name != "__init__.py"]
+    files = sorted(str(path.relative_to(ROOT / "worker")) for path in paths)
     assert sorted(named) == [[name] for name in files]
 
 
@@ -134,16 +149,34 @@ def test_the_options_table_is_that_of_worker_start() -> None:
 
 def test_the_table_of_checks_is_that_of_the_doctor() -> None:
     documented = [(row[0], re.sub("`", "", row[1])) for row in table("docs/operations.md", "Doctor")]
-    modules = (doctor_server, doctor_queue, doctor_machine)
+    modules = (server_checks, queue_checks, machine_checks)
     parts = zip(SECTIONS, modules, strict=True)
     assert documented == [(section, name_of(check)) for section, module in parts for check in module.CHECKS]
 
 
 def test_the_metrics_table_and_the_registry_agree() -> None:
     measured = {_full_name(family): (family.type, _label_values(family)) for family in Metrics().registry.collect()}
-    rows = [row for row in table("docs/operations.md", "Metrics") if PLANNED not in row[3]]
+    rows = table("docs/metrics.md", "Reference")
     documented = {names_in(row[0])[0]: (row[1], _described_values(row[2])) for row in rows}
     assert documented == measured
+
+
+@pytest.mark.parametrize("heading", ["Coming from vLLM", "Coming from SGLang", "Kubernetes inference extension"])
+def test_what_stands_for_the_metrics_of_others_exists(heading: str) -> None:
+    known = {_full_name(family) for family in Metrics().registry.collect()}
+    ours = [row[1] for row in table("docs/metrics.md", heading)]
+    assert [cell for cell in ours if (cell != "none" and not set(names_in(cell))) or not set(names_in(cell)) <= known] == []
+
+
+def test_metrics_that_the_page_speaks_of_exist() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    parts = text.split("\n## ")
+    own = [part for part in parts if not part.startswith("Coming from")]
+    known = {_full_name(family) for family in Metrics().registry.collect()}
+    endings = ("_total", "_seconds", "_ratio", "_bytes", "_info")
+    spoken_of = {name for part in own for name in names_in(part) if name.endswith(endings)}
+    spoken_of |= {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"slotmill_([a-z_]+[a-z])", text)}
+    assert spoken_of - known == set()
 
 
 def _full_name(family: Metric) -> str:
@@ -169,3 +202,28 @@ def test_the_fields_of_a_job_are_those_of_the_protocol() -> None:
     documented = {name for row in rows for name in names_in(row[0])}
     assert documented | set(wire.PROMPTS) | {"id"} == {field.name for field in fields(wire.Job)}
     assert not [row for row in rows if PLANNED in "".join(row)]
+
+
+def test_the_table_of_events_is_that_of_the_log() -> None:
+    rows = table("docs/operations.md", "Logs")
+    documented = {names_in(row[0])[0]: row[1] for row in rows}
+    logged = {event: level for event, level, _ in logged_events()}
+    assert documented.keys() == logged.keys()
+    assert {event: level for event, level in logged.items() if level and documented[event] != level} == {}
+
+
+def test_the_table_of_events_names_their_fields() -> None:
+    documented = {names_in(row[0])[0]: set(re.findall(r"[a-z_0-9]+", row[3])) for row in table("docs/operations.md", "Logs")}
+    assert [(event, fields - documented[event]) for event, _, fields in logged_events() if fields - documented[event]] == []
+
+
+def logged_events() -> Iterator[tuple[str, str, set[str]]]:
+    """Every event that worker/ logs, with its level where the call says it, and the fields that it names."""
+    for path in sorted((ROOT / "worker").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and re.match(r"(_log|log\.get\(.*\))\.[a-z]+$", ast.unparse(call.func)):
+                method = ast.unparse(call.func).rpartition(".")[2]
+                event = call.args[method == "log"]
+                names = {"exception" if keyword.arg == "exc_info" else keyword.arg for keyword in call.keywords if keyword.arg}
+                for name in (part.value for part in ast.walk(event) if isinstance(part, ast.Constant)):
+                    yield str(name), "" if method == "log" else method, names
