@@ -33,11 +33,27 @@ def test_the_blame_decides_what_the_next_attempt_knows(
     assert (again.is_suspect, again.counted_attempts, again.num_crashes) == (is_suspect, counted, crashes)
 
 
-def test_suspects_are_handed_out_one_at_a_time_before_everything_else(broker: Broker, other: Broker) -> None:
+def test_suspects_are_handed_out_one_at_a_time_before_all_else_in_their_lane(broker: Broker, other: Broker) -> None:
     broker.release(claimed(broker, "a", "b"), "batch")
-    broker.enqueue("new", "high", b"")
+    broker.enqueue("new", "normal", b"")
     assert [job.job_id for job in other.fetch(9)] == ["a", "new"]
     assert [job.job_id for job in other.fetch(9)] == ["b"]
+
+
+def test_a_suspect_does_not_go_before_a_higher_lane(broker: Broker, other: Broker) -> None:
+    broker.release(claimed(broker, "a"), "batch")
+    broker.enqueue("urgent", "high", b"")
+    assert [job.job_id for job in other.fetch(1)] == ["urgent"]
+    assert [job.job_id for job in other.fetch(1)] == ["a"]
+
+
+def test_a_suspect_ages_while_higher_lanes_pass_it_by_and_while_it_may_not_be_taken(broker: Broker, other: Broker) -> None:
+    broker.release(claimed(broker, "a"), "batch")
+    for number in range(5):
+        broker.enqueue(f"urgent-{number}", "high", b"")
+    passing = [other.fetch(1, aging=4, may_take_suspect=False)[0].job_id for _ in range(4)]
+    assert passing == [f"urgent-{number}" for number in range(4)]
+    assert [job.job_id for job in other.fetch(1, aging=4)] == ["a"]
 
 
 def test_whoever_has_a_suspect_is_given_the_others_only(broker: Broker, other: Broker) -> None:

@@ -1,6 +1,6 @@
--- Claims up to `free` jobs: suspects (one, if at all), then what was released, then what nobody has seen; high before normal
--- before low, but that of each `aging` claims that pass by a job of a lower lane the next is that lane's. Jobs that have become
--- due join their lanes first.
+-- Claims up to `free` jobs: high before normal before low, but that of each `aging` claims that pass by a job of a lower lane the
+-- next is that lane's. Of a lane a suspect goes first, one in all, then what was released, then what nobody has seen. Jobs that
+-- have become due join their lanes first.
 -- KEYS: lanes in the order to serve them, config, cursor
 -- ARGV: prefix, owner, nonce, max_body, max_reply (bytes), free, scan (entries looked at, at most), aging, suspects (0 or 1),
 --       then the nonces of earlier calls whose answer the owner never heard: what they claimed is given back first
@@ -86,6 +86,7 @@ end
 local function take_from(lane, most)
   local before = #taken
   local function room() return shipped >= max_reply and 0 or math.min(most - (#taken - before), free - #taken) end
+  if room() > 0 and num_suspects < suspects then take_held(lane, SUSPECTS, 1) end
   if room() > 0 then take_held(lane, RELEASED, room()) end
   while room() > 0 and scan > 0 do
     local count = math.min(room(), scan, 4) -- few at a time, since a read may overshoot max_reply
@@ -126,6 +127,7 @@ end
 local function has_waiting(lane, last)
   return #redis.call('XRANGE', lane, '(' .. last, '+', 'COUNT', 1) > 0
     or #redis.call('XPENDING', lane, GROUP, '-', '+', 1, RELEASED) > 0
+    or #redis.call('XPENDING', lane, GROUP, '-', '+', 1, SUSPECTS) > 0
 end
 
 for _, lane in ipairs(lanes) do redis.call('XPENDING', lane, GROUP) end -- fails with NOGROUP before anything is done
@@ -140,9 +142,6 @@ for _, lane in ipairs(lanes) do
   purged[lane_of(lane)] = redis.call('HGET', config, 'purged:' .. lane_of(lane))
 end
 
-for _, lane in ipairs(lanes) do
-  if #taken < math.min(suspects, free) then take_held(lane, SUSPECTS, 1) end
-end
 local passed, served = {}, {}
 for i, lane in ipairs(lanes) do
   passed[i] = tonumber(redis.call('HGET', cursor, 'passed:' .. lane_of(lane))) or 0
