@@ -144,7 +144,8 @@ def test_workers_killed_at_random_leave_every_stream_equal_to_generate(
             yield Asked("real", body, [greedy[i][:24]])
 
     start = partial(start_real_worker, redis_url, queue, "--lease-s", "2", "--max-slots", "4")
-    with Run(redis_url, queue, start, jobs, num_workers=2, num_clients=4, lease_s=2, enough=2) as run:
+    # More clients than one worker has slots: else the other one may be idle whenever it is killed.
+    with Run(redis_url, queue, start, jobs, num_workers=2, num_clients=8, lease_s=2, enough=2) as run:
         run.disturb([run.chaos.kill_worker] * int(4 * SCALE), mean_pause_s=0.5)
         run.until_ended(int(12 * SCALE), RUN_S * SCALE)
         told = run.check()
