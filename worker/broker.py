@@ -155,11 +155,11 @@ class Broker:
         return EnqueueReply(status, known, int(retry_after_ms) / 1000)
 
     def fetch(self, free: int, *, aging: int = 64, may_take_suspect: bool = True) -> list[Delivery]:
-        """Claims up to `free` jobs: high before normal before low, in each lane released ones before new ones.
+        """Claims up to `free` jobs: high before normal before low, in each lane a suspect, then released, then new ones.
 
-        Of each `aging` claims that pass by a waiting job of a lower lane the next is that lane's. A suspect comes first, one of
-        them in a call. What a call has claimed whose reply was lost, the next gives back first. May answer fewer than there are
-        (many duplicates, big bodies); wait_for_entry then returns at once.
+        Of each `aging` claims that pass by a waiting job of a lower lane the next is that lane's. A call claims one suspect
+        at most. What a call has claimed whose reply was lost, the next gives back first. May answer fewer than there are (many
+        duplicates, big bodies); wait_for_entry then returns at once.
         """
         if free <= 0:
             return []

@@ -56,6 +56,18 @@ def test_a_suspect_ages_while_higher_lanes_pass_it_by_and_while_it_may_not_be_ta
     assert [job.job_id for job in other.fetch(1, aging=4)] == ["a"]
 
 
+def test_a_suspect_that_may_not_be_taken_saves_up_no_turns_for_its_lane(broker: Broker, other: Broker) -> None:
+    broker.release(claimed(broker, "a"), "batch")
+    for number in range(44):
+        broker.enqueue(f"urgent-{number}", "high", b"")
+    for _ in range(40):
+        other.fetch(1, aging=4, may_take_suspect=False)
+    for number in range(4):
+        broker.enqueue(f"new-{number}", "normal", b"")
+    taken = [other.fetch(1, aging=4, may_take_suspect=False)[0].job_id for _ in range(4)]
+    assert taken == ["new-0", "urgent-40", "urgent-41", "urgent-42"]
+
+
 def test_whoever_has_a_suspect_is_given_the_others_only(broker: Broker, other: Broker) -> None:
     broker.release(claimed(broker, "suspect"), "batch")
     broker.release(claimed(broker, "given back"), "none")

@@ -160,14 +160,16 @@ class Chaos:
         Spared are workers with a job that has crashed alone once: a second time makes it a dead letter, which a series of
         accidents cannot be told from. The worker stands still so that this does not change before it is killed.
         """
-        while True:
-            worker = self._victim()
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.process.suspend()
-                if not self._is_spared(worker):
-                    return worker
-                _resume(worker.process)
-            time.sleep(0.01)
+        return wait_until(self._frozen, 120, "a worker that need not be spared")
+
+    def _frozen(self) -> WorkerUnderTest | None:
+        worker = self._victim()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.process.suspend()
+            if not self._is_spared(worker):
+                return worker
+            _resume(worker.process)
+        return None
 
     def _is_spared(self, worker: WorkerUnderTest) -> bool:
         return worker.logged("worker_started")[0]["worker"].encode() in self._on_trial()

@@ -23,7 +23,6 @@ from worker.frames import Result
 STREAM_S = 120.0
 """No job of a few seconds is disturbed for longer than this."""
 PATIENCE_S = 60.0
-POISON_WORD = f"w{fake_engine.POISON_ID}"
 
 
 @dataclass(frozen=True)

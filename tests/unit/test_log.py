@@ -100,13 +100,13 @@ def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.Captur
 def test_what_python_and_libraries_say_are_lines_without_what_they_were_about(capsys: pytest.CaptureFixture[str]) -> None:
     log.take_over()  # a second time changes nothing
     warnings.warn(SECRET, stacklevel=1)
-    logging.getLogger("some.library").warning("cannot encode %s", SECRET)
+    logging.getLogger("some.package").warning("cannot encode %s", SECRET)
     thread = threading.Thread(target=lambda: {}[SECRET], name="t-1")
     thread.start()
     thread.join()
     said = lines(capsys)
     assert [line["event"] for line in said] == ["python_warning", "library_said", "thread_died"]
-    assert [said[0]["kind"], said[1]["library"], said[2]["thread"]] == ["UserWarning", "some.library", "t-1"]
+    assert [said[0]["kind"], said[1]["library"], said[2]["thread"]] == ["UserWarning", "some.package", "t-1"]
     assert SECRET not in json.dumps(said)
 
 

@@ -124,10 +124,14 @@ local function give_back_unheard(lane, unheard)
   end
 end
 
-local function has_waiting(lane, last)
-  return #redis.call('XRANGE', lane, '(' .. last, '+', 'COUNT', 1) > 0
-    or #redis.call('XPENDING', lane, GROUP, '-', '+', 1, RELEASED) > 0
-    or #redis.call('XPENDING', lane, GROUP, '-', '+', 1, SUSPECTS) > 0
+local function has_held(lane, holder)
+  return #redis.call('XPENDING', lane, GROUP, '-', '+', 1, holder) > 0
+end
+
+-- What is owed to a lane whose claims so far come to `passed`: to suspects alone one at most, as more are not given out at once.
+local function still_passed(lane, last, passed)
+  if #redis.call('XRANGE', lane, '(' .. last, '+', 'COUNT', 1) > 0 or has_held(lane, RELEASED) then return passed end
+  return has_held(lane, SUSPECTS) and math.min(passed, aging) or 0
 end
 
 for _, lane in ipairs(lanes) do redis.call('XPENDING', lane, GROUP) end -- fails with NOGROUP before anything is done
@@ -153,7 +157,7 @@ for i, lane in ipairs(lanes) do
   local owed = served[i]
   served[i] = owed + take_from(lane, free)
   seen[i] = group_of(lane).last
-  local left = has_waiting(lane, seen[i]) and passed[i] - owed * aging + num_above or 0
+  local left = still_passed(lane, seen[i], passed[i] - owed * aging + num_above)
   if left ~= passed[i] then redis.call('HSET', cursor, 'passed:' .. lane_of(lane), text(math.max(0, left))) end
   num_above = num_above + served[i]
 end
