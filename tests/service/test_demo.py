@@ -50,9 +50,10 @@ class Demo:
         self._process.kill()
 
     def wait(self) -> int:
-        out, _ = self._process.communicate(timeout=280)
-        self.lines += out.splitlines()
-        return self._process.returncode
+        """Reads on to the end, through the same buffer: `communicate` would lose the lines it holds since `read_until`."""
+        assert self._process.stdout
+        self.lines += [line.rstrip("\n") for line in self._process.stdout]
+        return self._process.wait(timeout=60)
 
     def processes(self) -> set[psutil.Process]:
         """What runs of everything that the demo started, itself included: by a mark in the environment, and by descent (the
