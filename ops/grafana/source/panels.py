@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmaps
 from grafana_foundation_sdk.models import prometheus as queries
 
-from source.palette import GREEN, GREY, SKY, VERMILLION, State
+from source.palette import GREEN, SKY, VERMILLION, State
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -29,6 +29,7 @@ TOKENS = "count:tokens"
 TOKENS_PER_S = "count:tok/s"
 PER_S = "cps"
 PER_MIN = "cpm"
+DASHED = (8, 6)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def stats(
     unit: str,
     expr: str,
     *,
-    limits: Sequence[tuple[float | None, str]] = ((None, GREY),),
+    limits: Sequence[tuple[float | None, str]],
     is_over_range: bool = False,
     decimals: float | None = None,
     width: int = 4,
@@ -110,13 +111,12 @@ def stack(
     unit: str,
     queries: Sequence[Query],
     *,
-    states: Iterable[State] = (),
     top: float | None = None,
     width: int = 12,
     height: int = 8,
 ) -> timeseries.Panel:
     """Areas on top of each other, in the order of the queries."""
-    panel = lines(title, description, unit, queries, states=states, top=top, width=width, height=height)
+    panel = lines(title, description, unit, queries, top=top, width=width, height=height)
     panel.stacking(common.StackingConfig().mode(choices.StackingMode.NORMAL).group("A"))
     return panel.fill_opacity(70).line_width(1)
 
@@ -136,7 +136,7 @@ def heat(title: str, description: str, unit: str, expr: str, *, width: int = 12,
     )
 
 
-def timeline(title: str, description: str, query: Query, *, width: int = 12, height: int = 6) -> statetimeline.Panel:
+def timeline(title: str, description: str, query: Query) -> statetimeline.Panel:
     """One bar for each series that is 1 or 0."""
     words = models.ValueMap(
         {
@@ -145,7 +145,7 @@ def timeline(title: str, description: str, query: Query, *, width: int = 12, hei
         }
     )
     return (
-        _begun(statetimeline.Panel(), title, description, width, height)
+        _begun(statetimeline.Panel(), title, description, 12, 8)
         .unit("none")
         .mappings([words])
         .show_value(choices.VisibilityMode.AUTO)
@@ -166,9 +166,9 @@ class Column:
     mappings: tuple[State, ...] = ()
 
 
-def rows_of(title: str, description: str, columns: Sequence[Column], *, link: str, height: int = 9) -> table.Panel:
+def rows_of(title: str, description: str, columns: Sequence[Column], *, link: str) -> table.Panel:
     """A table with a row for each worker; queries of one expression are sent once. `link` is where a worker's name leads."""
-    panel = _begun(table.Panel(), title, description, 24, height).unit("none").show_header(True)
+    panel = _begun(table.Panel(), title, description, 24, 9).unit("none").show_header(True)
     refs = dict(zip(dict.fromkeys(column.expr for column in columns), ascii_uppercase, strict=False))
     for expr, ref in refs.items():
         panel.with_target(_target(ref, expr, "", is_instant=True).format(queries.PromQueryFormat.TABLE))

@@ -33,9 +33,9 @@ def rate(metric: str, *by: str, **labels: str) -> str:
     return aggregate("sum", f"rate({selected(metric, **labels)}[$__rate_interval])", *by)
 
 
-def per_minute(metric: str, *by: str, **labels: str) -> str:
+def per_minute(metric: str, **labels: str) -> str:
     """The same per minute, for what is rare."""
-    return f"60 * {rate(metric, *by, **labels)}"
+    return f"60 * {rate(metric, **labels)}"
 
 
 def in_range(metric: str, *by: str, **labels: str) -> str:
@@ -43,9 +43,9 @@ def in_range(metric: str, *by: str, **labels: str) -> str:
     return aggregate("sum", f"increase({selected(metric, **labels)}[$__range])", *by)
 
 
-def mean(metric: str, *by: str, **labels: str) -> str:
+def mean(metric: str) -> str:
     """A histogram's mean."""
-    return ratio(rate(f"{metric}_sum", *by, **labels), rate(f"{metric}_count", *by, **labels))
+    return ratio(rate(f"{metric}_sum"), rate(f"{metric}_count"))
 
 
 def quantile(share: float, metric: str, *by: str, **labels: str) -> str:
