@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import redis
@@ -35,7 +36,7 @@ OLD_S = 0.1
 CONFIRM_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerLook:
     """A worker at one look. `now` is None while it is silent; `beat` is what its heartbeat says, empty without one."""
 
@@ -44,13 +45,13 @@ class WorkerLook:
     before: Snapshot | None
     beat: Mapping[str, str]
 
-    @property
+    @cached_property
     def figures(self) -> Figures:
         """What happened between the two snapshots, or since its start."""
         return between(self.before, self.now) if self.now else Figures()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Look:
     """One look at a queue. `at` is unix time; `unreadable` counts what came instead of answers."""
 
@@ -59,7 +60,7 @@ class Look:
     workers: tuple[WorkerLook, ...]
     unreadable: int = 0
 
-    @property
+    @cached_property
     def figures(self) -> Figures:
         """Of all workers that answered."""
         return total(worker.figures for worker in self.workers if worker.now)
@@ -163,7 +164,7 @@ class _Road:
 
 
 def merged(queue: str, stats: Sequence[QueueStats]) -> QueueStats:
-    """Partitions as one queue: sums; the worst of ages; paused, closed and bounded as the first, named workers once."""
+    """Partitions as one queue: sums; the worst of ages; paused, closed and bounded where all are; each worker once."""
     if len(stats) == 1:
         return stats[0]
     limits = [each.max_queued for each in stats if each.max_queued is not None]
