@@ -327,8 +327,7 @@ class Broker:
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
-        if (num_held_back := _group_lines.admit()) is not None:
-            _log.warning("group_recreated", queue=self.keys.queue, held_back=num_held_back)
+        _group_lines.write(_log.warning, "group_recreated", queue=self.keys.queue)
         self.ensure_group()
         return self._scripts.run(name, keys, self.keys.prefix, *args)
 

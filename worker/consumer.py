@@ -92,8 +92,7 @@ class Consumer:
             except SlotmillError:
                 raise  # a server that cannot serve
             except Exception:  # noqa: BLE001  a worker that ends takes its neighbours' work with it
-                if (held := self._faults.admit()) is not None:
-                    _log.error("turn_failed", held_back=held, exc_info=True)
+                self._faults.write(_log.error, "turn_failed", exc_info=True)
                 self._link.pause()
                 continue
             if is_done:

@@ -53,8 +53,7 @@ class Control(Background):
             except (LinkDownError, redis.RedisError):
                 self._link.pause()
             except Exception:  # noqa: BLE001  without this thread cancels are slow
-                if (held := self._faults.admit()) is not None:
-                    _log.error("listening_failed", held_back=held, exc_info=True)
+                self._faults.write(_log.error, "listening_failed", exc_info=True)
                 self._link.pause()
 
     def _hear(self, listener: redis.client.PubSub) -> None:
@@ -93,5 +92,4 @@ class Control(Background):
         except redis.RedisError as error:  # not by the link: a worker whose server refuses this serves all the same
             _log.debug("look_unanswered", error=str(error)[:200])
         except Exception:  # noqa: BLE001  a fault in what is shown must not cost cancels
-            if (held := self._faults.admit()) is not None:
-                _log.error("look_failed", held_back=held, exc_info=True)
+            self._faults.write(_log.error, "look_failed", exc_info=True)

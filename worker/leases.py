@@ -76,8 +76,7 @@ class Leases(Background):
                 self._link.pause()
                 continue
             except Exception:  # noqa: BLE001  without this thread every lease is lost
-                if (held := self._faults.admit()) is not None:
-                    _log.error("renewal_failed", held_back=held, exc_info=True)
+                self._faults.write(_log.error, "renewal_failed", exc_info=True)
                 self._link.pause()
             self._leave.wait(max(0.0, min(renew_at, beat_at) - time.monotonic()))
 

@@ -79,8 +79,7 @@ class Link:
         self._failed_at = time.monotonic()
         kind = next((kind for known, kind in _KINDS if isinstance(error, known)), "response")
         self._metrics.redis_errors.labels(kind).inc()
-        if (held := self._throttle.admit()) is not None:
-            about = {} if self.last_ok else {"remedy": NO_SERVER}
-            _log.warning(
-                "server_unusable", link=self.name, call=script, kind=kind, error=str(error)[:200], held_back=held, **about
-            )
+        about = {} if self.last_ok else {"remedy": NO_SERVER}
+        self._throttle.write(
+            _log.warning, "server_unusable", link=self.name, call=script, kind=kind, error=str(error)[:200], **about
+        )

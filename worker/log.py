@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import structlog
@@ -116,7 +117,7 @@ def get(name: str) -> Logger:
 
 
 class Throttle:
-    """Lets one line through every `interval_s`, over all threads, and counts what it held back."""
+    """Lets one line through every `interval_s`, over all threads, and says in it how many it held back before."""
 
     def __init__(self, interval_s: float = 1.0) -> None:
         self._interval_s = interval_s
@@ -124,15 +125,15 @@ class Throttle:
         self._next = 0.0
         self._held = 0
 
-    def admit(self) -> int | None:
-        """How many lines were held back since the last one, or None when this one is held back too."""
+    def write(self, write: Callable[..., object], event: str, /, **fields: object) -> None:
+        """Call `write`, a method of a logger, with this line, or hold it back."""
         with self._lock:
             now = time.monotonic()
             if now < self._next:
                 self._held += 1
-                return None
+                return
             held, self._held, self._next = self._held, 0, now + self._interval_s
-            return held
+        write(event, held_back=held, **fields)
 
 
 _log = get("python")
@@ -146,9 +147,9 @@ class _Library(logging.Handler):
         self._throttle = Throttle()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (held := self._throttle.admit()) is not None:
-            place = f"{record.pathname}:{record.lineno}"
-            _log.warning("library_said", library=record.name, place=place, held_back=held, **private(text=record.getMessage()))
+        place = f"{record.pathname}:{record.lineno}"
+        text = private(text=record.getMessage())
+        self._throttle.write(_log.warning, "library_said", library=record.name, place=place, **text)
 
 
 def _note_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:

@@ -77,8 +77,7 @@ class Publisher(Background):
                 self._link.pause()
                 wait_s = 0.0
             except Exception:  # noqa: BLE001  whatever it was, the other jobs go on
-                if (held := self._faults.admit()) is not None:
-                    _log.error("flush_failed", held_back=held, exc_info=True)
+                self._faults.write(_log.error, "flush_failed", exc_info=True)
                 self._link.pause()
                 wait_s = 0.0
 

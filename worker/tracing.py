@@ -78,8 +78,7 @@ class Tracing:
             with self._lock:
                 self._make(attempt, state, code, error)
         except Exception:  # noqa: BLE001  it never stands in a job's way
-            if (held := self._throttle.admit()) is not None:
-                _log.warning("span_failed", held_back=held, exc_info=True)
+            self._throttle.write(_log.warning, "span_failed", exc_info=True)
 
     def stop(self) -> None:
         """Hand over what is left, for `FLUSH_S` at most."""
@@ -244,5 +243,4 @@ class _Trouble(logging.Handler):
         self._throttle = log.Throttle(LINE_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (held := self._throttle.admit()) is not None:
-            _log.warning("spans_not_taken", error=record.getMessage()[:MAX_ERROR_CHARS], held_back=held)
+        self._throttle.write(_log.warning, "spans_not_taken", error=record.getMessage()[:MAX_ERROR_CHARS])

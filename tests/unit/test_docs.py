@@ -221,9 +221,14 @@ def logged_events() -> Iterator[tuple[str, str, set[str]]]:
     """Every event that worker/ logs, with its level where the call says it, and the fields that it names."""
     for path in sorted((ROOT / "worker").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and re.match(r"(_log|log\.get\(.*\))\.[a-z]+$", ast.unparse(call.func)):
-                method = ast.unparse(call.func).rpartition(".")[2]
-                event = call.args[method == "log"]
+            if not isinstance(call, ast.Call):
+                continue
+            is_throttled = bool(re.search(r"_(throttle|faults|lines)\.write$", ast.unparse(call.func)))
+            said, *args = call.args if is_throttled else [call.func, *call.args]
+            if re.match(r"(_log|log\.get\(.*\))\.[a-z]+$", ast.unparse(said)):
+                method = ast.unparse(said).rpartition(".")[2]
+                event = args[method == "log"]
                 names = {"exception" if keyword.arg == "exc_info" else keyword.arg for keyword in call.keywords if keyword.arg}
+                names |= {"held_back"} if is_throttled else set()
                 for name in (part.value for part in ast.walk(event) if isinstance(part, ast.Constant)):
                     yield str(name), "" if method == "log" else method, names

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -94,6 +95,15 @@ def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.Captur
     [line] = lines(capsys)
     assert list(line) == ["timestamp", "level", "event", "part", "worker", "queue", "jobs"]
     assert (line["worker"], line["queue"]) == ("w-1", "other")
+
+
+def test_a_throttle_says_how_many_lines_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    throttle = log.Throttle(10.0)
+    for now[0] in (0.0, 1.0, 9.0, 10.0, 20.0):
+        throttle.write(lambda event, **fields: written.append((event, fields)), "turn_failed", at=now[0])
+    assert written == [("turn_failed", {"held_back": held, "at": at}) for held, at in ((0, 0.0), (2, 10.0), (0, 20.0))]
 
 
 @pytest.mark.usefixtures("_taken_over")
