@@ -136,6 +136,14 @@ class Throttle:
         write(event, held_back=held, **fields)
 
 
+def message_of(record: logging.LogRecord) -> str:
+    """What a library says; its words alone where the values do not fit them, for the mistake is not its caller's to pay for."""
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001  logging's own handlers let no such error out either
+        return str(record.msg)
+
+
 _log = get("python")
 
 
@@ -148,7 +156,7 @@ class _Library(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         place = f"{record.pathname}:{record.lineno}"
-        text = private(text=record.getMessage())
+        text = private(text=message_of(record))
         self._throttle.write(_log.warning, "library_said", library=record.name, place=place, **text)
 
 

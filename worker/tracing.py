@@ -243,4 +243,4 @@ class _Trouble(logging.Handler):
         self._throttle = log.Throttle(LINE_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._throttle.write(_log.warning, "spans_not_taken", error=record.getMessage()[:MAX_ERROR_CHARS])
+        self._throttle.write(_log.warning, "spans_not_taken", error=log.message_of(record)[:MAX_ERROR_CHARS])

@@ -97,6 +97,15 @@ def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.Captur
     assert (line["worker"], line["queue"]) == ("w-1", "other")
 
 
+def test_a_library_that_logs_by_mistake_what_cannot_be_formatted_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(prompts=True)
+    logger = logging.Logger("some.package")
+    logger.addHandler(log._Library())
+    logger.warning("%d tokens", "many")
+    [line] = lines(capsys)
+    assert (line["event"], line["text"]) == ("library_said", "%d tokens")
+
+
 def test_a_throttle_says_how_many_lines_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
