@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Literal
 
 from engine.messages import TokenLogprobs
-from engine.request import FinishReason
 from worker.claims import Blame, Delivery
 from worker.frames import Choice, FinalState, Result, Timings, Usage
 from worker.order import LogOrder
@@ -51,7 +50,6 @@ class Ending:
         return self.state not in ("released", "delayed")
 
 
-STOPPED = Ending("succeeded", FinishReason.STOP.value)
 CANCELLED = Ending("cancelled", "cancelled", "cancelled")
 EXPIRED = Ending("expired", "expired", "expired")
 RELEASED_BY_DRAIN = Ending("released", why="drain")

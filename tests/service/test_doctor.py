@@ -28,7 +28,6 @@ from worker.keys import Keys
 
 QUEUE = "q"
 ALLOWED = "~slotmill:* &slotmill:* -@all +@read +@write +@pubsub +@scripting +@connection -@dangerous +time"
-OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
 OF_THE_DOCS = (Path(__file__).parents[2] / "ops/redis/users.acl").read_text().splitlines()[-1].split()[4:]
 
 Doctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]

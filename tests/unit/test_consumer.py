@@ -11,7 +11,7 @@ from engine.messages import Abort
 from engine.request import Request
 from tests.support import fake_engine
 from worker import consumer, log
-from worker.attempt import CANCELLED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, STOPPED, Attempt
+from worker.attempt import CANCELLED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, Attempt, Ending
 from worker.claims import Delivery
 from worker.consumer import Consumer
 from worker.frames import TokenFrame, encode_frame
@@ -237,7 +237,7 @@ def test_a_log_that_may_be_complete_is_the_engine_s_to_judge(bench: Bench) -> No
 
 def test_a_log_that_holds_a_stop_string_ends_without_the_engine(bench: Bench) -> None:
     bench.add("a", num_logged=len(LOGGED), number=2, stop="w6 w7")
-    assert bench.run(2)["a"].ending == STOPPED
+    assert bench.run(2)["a"].ending == Ending("succeeded", "stop")
     assert bench.sent == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import Abort
 from engine.request import Request, SamplingParams
-from worker.attempt import CANCELLED, RELEASED_BY_DRAIN, STOPPED, Attempt
+from worker.attempt import CANCELLED, RELEASED_BY_DRAIN, Attempt, Ending
 from worker.claims import Delivery
 from worker.inflight import InFlight
 from worker.metrics import Metrics
@@ -65,7 +65,7 @@ def test_an_abort_never_overtakes_its_request(table: Table) -> None:
     assert table.sent == [request_of(attempt), Abort(attempt.request_id)]
 
 
-@pytest.mark.parametrize("ending", [STOPPED, RELEASED_BY_DRAIN], ids=["ended", "released"])
+@pytest.mark.parametrize("ending", [Ending("succeeded", "stop"), RELEASED_BY_DRAIN], ids=["ended", "released"])
 def test_what_has_ended_is_not_sent(table: Table, ending: object) -> None:
     attempt = started()
     table.add(attempt)

@@ -9,14 +9,7 @@ import redis
 from engine.messages import Abort, TokenLogprobs
 from engine.request import Request, SamplingParams
 from worker import log, publisher
-from worker.attempt import (
-    CANCELLED,
-    MISSED_BY_ENGINE,
-    RELEASED_BY_DRAIN,
-    STOPPED,
-    Attempt,
-    Ending,
-)
+from worker.attempt import CANCELLED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, Attempt, Ending
 from worker.claims import Delivery, Emission, EmitReply, Finish
 from worker.frames import ControlFrame, Frame, TokenFrame, decode_frame, decode_result
 from worker.inflight import InFlight
@@ -26,6 +19,8 @@ from worker.output import Output
 from worker.publisher import Publisher
 from worker.text import Detokenizer, StopMatcher
 from worker.wire import Job
+
+STOPPED = Ending("succeeded", "stop")
 
 
 class Words(Detokenizer):
