@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 from worker import keys as names
 from worker import log
 from worker.claims import Blame, Delivery, Emission, EmitReply, Finish, RenewReply
-from worker.connection import hear, is_cluster, subscribe
+from worker.connection import hear, publish, subscribe
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.frames import FINAL_STATES
 from worker.keys import GROUP, LANES, Keys
@@ -276,7 +276,7 @@ class Broker:
 
     def show(self, snapshot: bytes) -> None:
         """Publishes what this worker says of itself to all who look."""
-        self._client.execute_command("SPUBLISH" if is_cluster(self._client) else "PUBLISH", self.keys.look, snapshot)
+        publish(self._client, self.keys.look, snapshot)
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the server knows of a job; empty when unknown."""

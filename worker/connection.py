@@ -127,6 +127,11 @@ def subscribe(client: Any, channel: str) -> redis.client.PubSub:
     return subscription
 
 
+def publish(client: Any, channel: str, message: str | bytes) -> None:
+    """To all who hear the channel by `subscribe`."""
+    client.execute_command("SPUBLISH" if is_cluster(client) else "PUBLISH", channel, message)
+
+
 def hear(subscription: redis.client.PubSub, timeout_s: float) -> tuple[str, bytes] | None:
     """What a subscription brings next, or None after `timeout_s`: `message` with its payload, or another word.
 

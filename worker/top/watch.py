@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from worker.codec import MalformedError
-from worker.connection import hear, is_cluster, subscribe
+from worker.connection import hear, publish, subscribe
 from worker.keys import LANES
 from worker.partitions import summed
 from worker.queue_admin import QueueAdmin, QueueStats
@@ -137,7 +137,7 @@ class _Road:
             self._answers = subscribe(self._client, self.admin.keys.look)
             if hear(self._answers, CONFIRM_S) is None:
                 raise redis.TimeoutError("no confirmation of a subscription")
-        self._client.execute_command("SPUBLISH" if is_cluster(self._client) else "PUBLISH", self.admin.keys.control, "look")
+        publish(self._client, self.admin.keys.control, "look")
 
     @staticmethod
     def _has_passed(answers: redis.client.PubSub) -> bool:
