@@ -6,12 +6,16 @@ with it, and jobs, leases and the engine with them. Leaves what a line says to `
 1. What there is room for is written at once, by the thread that logs.
 2. What there is no room for is kept, up to `MAX_KEPT_BYTES`, and goes first when there is; what comes then is lost, by lines.
 3. A write never fails, and waits for `PATIENCE_S` at most: once, until there is room again.
+4. A terminal has room as soon as it has some, and a write of more waits for the rest: for as long as a connection stands still.
+   So it is opened anew for each write, not to wait; what the shell shares with us stays as it is.
 """
 
+import contextlib
 import os
 import select
 import threading
 import time
+from collections.abc import Iterator
 
 MAX_KEPT_BYTES = 1 << 20
 PATIENCE_S = 0.05
@@ -57,17 +61,36 @@ class Stderr:
 
     def _push(self, patience_s: float) -> None:
         until = time.monotonic() + patience_s
-        while self._kept:
-            self._is_full = not self._has_room(max(0.0, until - time.monotonic()))
-            if self._is_full:
-                return
-            try:
-                written = os.write(self._fd, self._kept[:AT_ONCE])
-            except OSError:
-                written = len(self._kept)  # nobody reads it any more, or it cannot be stored
-            del self._kept[:written]
+        with _unwaiting(self._fd) as fd:
+            self._is_full = False
+            while self._kept and not self._is_full:
+                self._is_full = not (self._has_room(max(0.0, until - time.monotonic())) and self._has_written(fd))
+
+    def _has_written(self, fd: int) -> bool:
+        try:
+            written = os.write(fd, self._kept[:AT_ONCE])
+        except BlockingIOError:
+            return False
+        except OSError:
+            written = len(self._kept)  # nobody reads it any more, or it cannot be stored
+        del self._kept[:written]
+        return True
 
     def _has_room(self, patience_s: float) -> bool:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         return bool(poll.poll(patience_s * 1000))
+
+
+@contextlib.contextmanager
+def _unwaiting(fd: int) -> Iterator[int]:
+    """`fd`, or of a terminal one that never waits."""
+    try:
+        own = os.open(f"/dev/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC) if os.isatty(fd) else None
+    except OSError:  # somebody else's
+        own = None
+    try:
+        yield fd if own is None else own
+    finally:
+        if own is not None:
+            os.close(own)

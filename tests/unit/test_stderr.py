@@ -2,8 +2,11 @@
 
 import errno
 import os
+import pty
 import select
+import threading
 import time
+import tty
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -89,3 +92,23 @@ def test_a_stream_that_fails_is_no_trouble(pipe: Pipe, monkeypatch: pytest.Monke
         pipe.stream.write(LINE)
     pipe.stream.write("next\n")
     assert pipe.read(5) == "next\n"
+
+
+def test_a_terminal_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stderr, "EXIT_S", 0.01)
+    reader, terminal = pty.openpty()
+    tty.setraw(terminal)
+    pipe = Pipe(reader, Stderr(terminal))
+    writing = threading.Thread(target=write_beyond, args=(pipe, 300_000), daemon=True)
+    writing.start()
+    writing.join(5)
+    stands_still = writing.is_alive()
+    while writing.is_alive():
+        pipe.read(65536)
+    is_as_before = os.get_blocking(terminal)
+    got = pipe.read_all()
+    for fd in (reader, terminal):
+        os.close(fd)
+    assert not stands_still
+    assert is_as_before, "the shell writes there too"
+    assert got == LINE * (365_536 // len(LINE) + 1)
