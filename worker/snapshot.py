@@ -23,6 +23,8 @@ MAX_ENGINES: Final = 64
 MAX_COUNTS: Final = 64
 MAX_BUCKETS: Final = 64
 MAX_TEXT: Final = 128
+LEAST: Final = 2.0**-53
+"""Numbers below are 0: what is divided by them, or halves them, leaves what a float can be."""
 MAX_ID: Final = 64
 """Longer job ids are cut in the middle."""
 
@@ -142,7 +144,8 @@ def _text(value: object) -> str:
 
 def _number(value: object) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return max(0.0, min(float(value), 2.0**53)) if is_number else 0.0  # type: ignore[arg-type]
+    number = min(float(value), 2.0**53) if is_number else 0.0  # type: ignore[arg-type]
+    return number if number >= LEAST else 0.0
 
 
 def _items(read: Callable[[object], D], limit: int) -> Callable[[object], tuple[D, ...]]:
@@ -169,7 +172,7 @@ def _record(kind: type[D]) -> Callable[[object], D]:
 
 def _buckets(value: object) -> Buckets:
     read = _record(Buckets)(value)
-    is_one = len(read.counts) == len(read.bounds) + 1 and list(read.bounds) == sorted(set(read.bounds))
+    is_one = len(read.counts) == len(read.bounds) + 1 > 1 and list(read.bounds) == sorted(set(read.bounds))
     return read if is_one else Buckets()
 
 

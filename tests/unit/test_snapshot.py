@@ -1,5 +1,6 @@
 """A snapshot on the wire: what goes in comes out, and what strangers write there breaks nothing."""
 
+import json
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.looks import engine, request, snapshot
 from worker.codec import MalformedError
 from worker.command import plain
 from worker.snapshot import MAX_BYTES, MAX_REQUESTS, Buckets, Snapshot, decode, encode, shorten
+from worker.top.figures import between, total
 
 FULL = snapshot([request("a"), request("b", phase="alone", width=3, resumed=7)], claimed=2, ending=1)
 
@@ -64,10 +66,20 @@ def test_a_value_of_a_wrong_type_is_as_if_it_were_not_there(name: str, value: ob
     assert replace(read, **{name: getattr(FULL, name)}) == FULL
 
 
-@pytest.mark.parametrize("number", [-1, 2**64 - 1, 1e308, float("inf"), float("nan"), "7", None, [], True])
+@pytest.mark.parametrize("number", [-1, 2**64 - 1, 1e308, float("inf"), float("nan"), "7", None, [], True, 5e-324])
 def test_numbers_are_bounded(number: object) -> None:
     read = decode(with_field(pid=number, up_s=number, counters={"a": number}))
-    assert all(0 <= value <= 2**53 for value in (read.pid, read.up_s, read.counters["a"]))
+    assert all(value == 0 or 2**-53 <= value <= 2**53 for value in (read.pid, read.up_s, read.counters["a"]))
+
+
+@pytest.mark.parametrize("up_s", [5e-324, 1e-300, 2**-53, 2**53])
+@pytest.mark.parametrize("count", [5e-324, 1e-300, 1e308])
+def test_what_is_made_of_the_numbers_of_strangers_are_numbers(up_s: float, count: float) -> None:
+    latencies = {"queue": {"bounds": [1e-300, 1.0], "counts": [0, count, 0]}, "first_token": {"bounds": [], "counts": [count]}}
+    now = decode(with_field(up_s=up_s, counters={"generated_tokens": count}, latencies=latencies))
+    later = replace(now, latencies={"first_token": Buckets(), "queue": Buckets()})
+    shown = total([between(None, now), between(now, later), between(None, later)]).data()
+    assert json.dumps(shown, allow_nan=False)
 
 
 def test_lists_are_bounded() -> None:
@@ -77,7 +89,13 @@ def test_lists_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     "buckets",
-    [{"bounds": [1, 2], "counts": [1]}, {"bounds": [2, 1], "counts": [1, 1, 1]}, {"bounds": [1, 1], "counts": [1, 1, 1]}, 7],
+    [
+        {"bounds": [1, 2], "counts": [1]},
+        {"bounds": [2, 1], "counts": [1, 1, 1]},
+        {"bounds": [1, 1], "counts": [1, 1, 1]},
+        {"bounds": [], "counts": [1]},
+        7,
+    ],
 )
 def test_buckets_that_do_not_fit_their_bounds_are_empty(buckets: object) -> None:
     assert decode(with_field(latencies={"first_token": buckets})).latencies == {"first_token": Buckets()}
