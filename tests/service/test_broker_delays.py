@@ -157,6 +157,20 @@ def test_a_delayed_job_whose_hash_is_gone_is_not_lost(broker: Broker, redis_clie
     assert (job.job_id, job.lane, job.attempt, job.fields) == ("a", "low", 1, {b"v": b"1", b"id": b"a", b"m": b"body"})
 
 
+def test_a_delayed_job_does_not_come_for_an_earlier_one_of_its_id_in_another_lane(
+    broker: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    keys = Keys(queue)
+    broker.enqueue("a", "low", b"one", delay_s=60)
+    redis_client.delete(keys.job("a"))
+    broker.enqueue("a", "high", b"two", delay_s=90)
+    redis_client.zadd(keys.delayed("low"), {"a": 1})
+    assert (broker.fetch(1), broker.job("a")["state"]) == ([], "delayed")
+    redis_client.zadd(keys.delayed("high"), {"a": 1})
+    [job] = broker.fetch(1)
+    assert (job.lane, job.fields) == ("high", {b"v": b"1", b"id": b"a", b"m": b"two"})
+
+
 def test_a_delayed_job_that_nobody_would_ever_call_due_can_be_cancelled(
     broker: Broker, redis_client: redis.Redis, queue: str
 ) -> None:

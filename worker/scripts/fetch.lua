@@ -101,15 +101,17 @@ end
 local function promote(lane)
   local delayed = delayed_key(lane_of(lane))
   for _, id in ipairs(redis.call('ZRANGE', delayed, '-inf', now_ms(), 'BYSCORE', 'LIMIT', 0, PROMOTED)) do
-    local fields = redis.call('HGETALL', parked_key(id))
-    local entry = #fields > 0 and redis.call('XADD', lane, '*', unpack(fields)) -- first, as a full server refuses it
-    local attempt = redis.call('HGET', job_key(id), 'attempt')
-    if entry and attempt then -- else its hash is gone: it begins as one that nobody has seen
-      change(id, 'state', 'queued', 'entry', entry)
-      if attempt == '0' then redis.call('HSET', job_key(id), 'enqueued_ms', text(entry_ms(entry))) end
-      redis.call('HDEL', job_key(id), 'lease', 'owner')
+    local attempt, stream = unpack(redis.call('HMGET', job_key(id), 'attempt', 'stream'))
+    if not stream or stream == lane_of(lane) then -- else what is parked is of a later job of this id, in another lane
+      local fields = redis.call('HGETALL', parked_key(id))
+      local entry = #fields > 0 and redis.call('XADD', lane, '*', unpack(fields)) -- first, as a full server refuses it
+      if entry and attempt then -- else its hash is gone: it begins as one that nobody has seen
+        change(id, 'state', 'queued', 'entry', entry)
+        if attempt == '0' then redis.call('HSET', job_key(id), 'enqueued_ms', text(entry_ms(entry))) end
+        redis.call('HDEL', job_key(id), 'lease', 'owner')
+      end
+      redis.call('UNLINK', parked_key(id))
     end
-    redis.call('UNLINK', parked_key(id))
     redis.call('ZREM', delayed, id)
   end
 end
