@@ -9,12 +9,14 @@ to the callers.
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
@@ -40,6 +42,8 @@ def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["au
     `form` is `auto`: text on a terminal, one JSON object a line elsewhere.
     """
     global _shows_prompts, _is_json  # noqa: PLW0603  as structlog's own configuration
+    if sys.stderr is None:  # closed by who started us: what is opened next has its number
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  until the end
     _shows_prompts = prompts
     _is_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     _bound.clear()

@@ -165,3 +165,15 @@ class Broken(Publisher):
 
     def flush(self, touched: set[Attempt]) -> float:
         raise RuntimeError("a fault of ours")
+
+
+def test_without_a_standard_error_lines_go_nowhere_and_not_to_whatever_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(log._stderr, "write", written.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        patch.setattr(sys, "__stderr__", None)
+        log.configure()
+        log.get("test").info("hello")
+        sys.stderr.close()
+    assert (log.is_json(), written) == (True, [])
