@@ -200,6 +200,12 @@ class EngineSupervisor:
         """Process id of the engine that runs now."""
         return self._process.pid if self._process else None
 
+    @property
+    def has_died(self) -> bool:
+        """Whether the reader thread has ended with neither an order nor a failure to show for it."""
+        is_over = self._thread.ident is not None and not self._thread.is_alive()
+        return is_over and not self._stop.is_set() and self.failure is None
+
     def start(self) -> None:
         """Start the reader thread, which starts the engine."""
         self._thread.start()

@@ -58,6 +58,11 @@ class Fleet:
         return next((supervisor.failure for supervisor in self._supervisors if supervisor.failure is not None), None)
 
     @property
+    def has_died(self) -> bool:
+        """Whether nobody looks after one of the engines any more."""
+        return any(supervisor.has_died for supervisor in self._supervisors)
+
+    @property
     def serving(self) -> Serving | None:
         """The engine with the most free slots, of those that serve; the first of several."""
         return max(

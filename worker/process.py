@@ -241,6 +241,8 @@ class WorkerProcess:
         for part in (self._leases, self._publisher):
             if (silent_s := time.monotonic() - part.turned_at) > MAX_TURN_S:
                 return f"the thread {part.name} has not come around for {silent_s:.0f} s"
+        if self._fleet.has_died:
+            return "the thread engine-reader has ended"
         dead = [part.name for part in (self._leases, self._publisher, *self._controls) if part.has_died]
         return f"the thread {dead[0]} has ended" if dead else ""
 

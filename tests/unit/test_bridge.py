@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.messages import EngineFailed, EngineReady, RequestRejected, StepReport
 from engine.request import Request, SamplingParams
 from tests.support import fake_engine
+from tests.support.wait import wait_until
 from worker.bridge import EngineProcess, EngineSupervisor
 from worker.errors import EngineUnavailable
 
@@ -104,3 +105,20 @@ def test_deaths_that_one_request_is_charged_with_bring_no_pause(
         supervisor.send(RAISES)
         assert told.events.get(timeout=10) == "down"
     assert (supervisor._backoff_s() == 0) == knows_who
+
+
+@pytest.mark.usefixtures("capfd")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_supervisor_whose_thread_has_ended_by_itself_has_died(
+    supervisor: EngineSupervisor, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(told, "on_down", fail)
+    assert told.events.get(timeout=10) == "ready"
+    assert not supervisor.has_died
+    supervisor.send(RAISES)
+    wait_until(lambda: supervisor.has_died, message="the end of the thread")
+    supervisor.stop()
+    assert not supervisor.has_died, "it was told to leave"
