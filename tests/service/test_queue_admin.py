@@ -270,6 +270,28 @@ def test_delayed_jobs_of_the_purged_lane_fall_due_with_a_cancel_request(
     assert due[b"other"] == later_ms
 
 
+def test_a_purged_job_stays_one_when_the_worker_that_came_to_it_leaves(admin: QueueAdmin, broker: Broker) -> None:
+    broker.enqueue("a", "normal", b"")
+    assert admin.purge() == 1
+    broker.release(broker.fetch(1), "none")
+    [again] = broker.fetch(1)
+    assert (again.attempt, again.ending) == (2, "cancelled")
+
+
+def test_a_suspect_that_may_not_be_taken_when_a_worker_comes_to_it_is_purged_all_the_same(
+    admin: QueueAdmin, broker: Broker
+) -> None:
+    for job_id in ("a", "b"):
+        broker.enqueue(job_id, "normal", b"")
+    broker.release(broker.fetch(2), "batch")
+    for _ in range(2):
+        broker.retry([(job, 0.0) for job in broker.fetch(1)])
+    broker.enqueue("urgent", "high", b"")
+    broker.fetch(1)  # the others are due and join their lane
+    assert admin.purge() == 2
+    assert [(job.job_id, job.ending) for _ in range(2) for job in broker.fetch(2)] == [("a", "cancelled"), ("b", "cancelled")]
+
+
 def test_a_job_that_waits_to_be_tried_again_is_purged_as_those_that_are_new(admin: QueueAdmin, broker: Broker) -> None:
     broker.enqueue("tried", "normal", b"body")
     broker.retry([(broker.fetch(1)[0], 0.0)])

@@ -32,8 +32,8 @@ local function is_up_to(entry, last)
   return ms < last_ms or (ms == last_ms and number <= last_number)
 end
 
-local function ending_of(cancel, deadline_ms, now, is_purged)
-  if cancel or is_purged then return 'cancelled' end
+local function ending_of(cancel, deadline_ms, now)
+  if cancel then return 'cancelled' end
   if deadline_ms and tonumber(deadline_ms) <= now then return 'expired' end
   return ''
 end
@@ -46,6 +46,11 @@ local function take(key, entry, fields, source)
     unpack(redis.call('HMGET', job_key(id), 'state', 'entry', 'stream', 'attempt', 'released', 'n', 'enqueued_ms',
       'started_ms', 'seed', 'cancel', 'deadline_ms', 'suspect', 'crashes', 'was_reclaimed'))
   if state and (ENDED[state] or at ~= entry or stream ~= lane) then return drop(key, entry) end
+  -- One to be tried again is new in its lane as well; one that runs is where somebody made the group anew.
+  if source == 'new' and state ~= 'running' and is_up_to(entry, purged[lane]) then
+    cancel = '1'
+    redis.call('HSET', job_key(id), 'cancel', cancel) -- whoever gets it next does not see it new
+  end
   if suspect and num_suspects >= suspects then -- new in its lane: it was tried again later, after a fault
     return redis.call('XCLAIM', key, GROUP, SUSPECTS, 0, entry, 'JUSTID')
   end
@@ -53,8 +58,6 @@ local function take(key, entry, fields, source)
   if suspect then num_suspects = num_suspects + 1 end
   if not state then forget(id) end
   if not n or redis.call('EXISTS', log_key(id)) == 0 then n = '0' end -- a log that is gone cannot be resumed
-  -- One to be tried again is new in its lane as well; one that runs is where somebody made the group anew.
-  local is_purged = source == 'new' and state ~= 'running' and is_up_to(entry, purged[lane])
   attempt = text((tonumber(attempt) or 0) + 1)
   released = released or '0'
   enqueued = enqueued or text(math.min(now, entry_ms(entry)))
@@ -72,7 +75,7 @@ local function take(key, entry, fields, source)
   local size = math.max(body, around)
   if size > max_body then fields = false else shipped = shipped + body + around end
   taken[#taken + 1] = { id, entry, lane, fields, text(size), attempt, released, lease, seed, n, enqueued, started, source,
-    ending_of(cancel, deadline, now, is_purged), suspect or '', crashes or '0' }
+    ending_of(cancel, deadline, now), suspect or '', crashes or '0' }
 end
 
 local function take_held(lane, holder, most)
