@@ -16,6 +16,7 @@ from worker.metrics import Metrics
 
 RUNBOOK = (ROOT / "ops/runbook.md").read_text()
 ENTRIES = {part.splitlines()[0]: part for part in RUNBOOK.split("\n## ")[1:]}
+SEARCHING = {name: entry for name, entry in ENTRIES.items() if "\n    logs" in entry}
 ALERTS = rules("alert")
 
 each_alert = pytest.mark.parametrize("alert", ALERTS.values(), ids=ALERTS)
@@ -117,6 +118,39 @@ def test_what_the_runbook_looks_for_in_logs_is_logged() -> None:
     sources = " ".join(path.read_text() for path in (ROOT / "worker").glob("*.py"))
     assert sought
     assert sought <= set(re.findall(r'"(\w+)"', sources))
+
+
+@pytest.mark.parametrize("entry", SEARCHING.values(), ids=SEARCHING)
+def test_an_entry_looks_for_what_its_causes_are_told_by(entry: str) -> None:
+    """A line of the log that a cause names is among those that were looked for."""
+    sources = " ".join(path.read_text() for path in (ROOT / "worker").glob("*.py"))
+    events = set(re.findall(r'_log\.\w+\(\s*"(\w+)"', sources))
+    look, _, causes = entry.partition("**Causes.**")
+    searches = [_spelt_out(pattern) for pattern in re.findall(r"^    logs .*?\| grep (?:-E )?(\S+)", look, re.MULTILINE)]
+    named = events & set(re.findall(r"`(\w+)`", causes.partition("**Over.**")[0]))
+    assert [event for event in named if event not in " ".join(searches)] == []
+
+
+WAYS_TO_RUN = ("docker compose", "kubectl", "journalctl")
+
+
+@pytest.mark.parametrize("way", WAYS_TO_RUN)
+def test_a_command_of_the_runbook_can_be_typed_however_workers_run(way: str) -> None:
+    """Each way has a block that sets the same words, and no entry asks in the words of one."""
+    intro = RUNBOOK.split("\n## ")[0]
+    (block,) = (each for each in re.findall(r"(?:^    .*\n)+", intro, re.MULTILINE) if f"logs() {{ {way}" in each)
+    assert {"logs", "promtool", "server"} <= set(re.findall(r"(\w+)\(\) {", block))
+    assert "PROMETHEUS=" in block
+    assert [name for name, entry in ENTRIES.items() if re.search(rf"^    {way} ", entry, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("way", [("logs",), ("logs", "--since", "15m")])
+def test_the_log_of_a_host_is_asked_in_words_that_journalctl_knows(way: tuple[str, ...]) -> None:
+    """`15m` alone is no time to it; `-15m` is."""
+    (line,) = re.findall(r"^    (logs\(\) { journalctl.*)$", RUNBOOK, re.MULTILINE)
+    script = f'journalctl() {{ printf "%s\\n" "$@"; }}; {line}; {" ".join(way)}'
+    asked = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert asked == ["-o", "cat", "-u", "slotmill-worker@*", *(["--since=-15m"] if len(way) > 1 else [])]
 
 
 def _spelt_out(pattern: str) -> str:
