@@ -310,6 +310,10 @@ class Broker:
             for lane, (entries, pending, age_ms, released, suspects, delayed, delivered) in zip(LANES, rows, strict=True)
         }
 
+    def is_paused_now(self) -> bool:
+        """Whether the queue is paused; `is_paused` is what the last fetch found."""
+        return bool(self._client.hget(self.keys.config, "paused") == b"1")
+
     def num_dead(self) -> int:
         """How many rows the dead have."""
         return int(self._client.xlen(self.keys.dead))

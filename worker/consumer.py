@@ -175,7 +175,6 @@ class Consumer:
                 self._metrics.queue_time_seconds.labels(attempt.priority).observe(attempt.queued_s)
             self._inflight.add(attempt)
             self._claimed.append(attempt)
-        self._metrics.queue_paused.set(self._broker.is_paused)
         if self._broker.is_paused != was_paused:
             _log.info("queue_resumed" if was_paused else "queue_paused", queue=self._settings.queue)
         return bool(self._claimed)

@@ -106,6 +106,7 @@ class Leases(Background):
         if self._num_beats % CLEAN_BEATS == 0:
             self._link.call("clean_up", self._broker.clean_up)
         self._num_beats += 1
+        self._metrics.queue_paused.set(self._link.call("queue_counts", self._broker.is_paused_now))
         self._metrics.dead_entries.set(self._link.call("queue_counts", self._broker.num_dead))
         counts = self._link.call("queue_counts", self._broker.queue_counts)
         for priority, lane in counts.items():

@@ -64,6 +64,9 @@ class Partitions:
         counts = self._each(Broker.queue_counts)
         return {lane: summed([each[lane] for each in counts]) for lane in counts[0]}
 
+    def is_paused_now(self) -> bool:
+        return all(self._each(Broker.is_paused_now))
+
     def num_dead(self) -> int:
         return sum(self._each(Broker.num_dead))
 

@@ -13,6 +13,7 @@ from worker.client import Client
 from worker.errors import InvalidOption
 from worker.keys import names_of, partition_of
 from worker.partitions import PartitionedClient, Partitions
+from worker.queue_admin import QueueAdmin
 
 
 @pytest.fixture
@@ -112,6 +113,14 @@ def test_counts_are_of_all_partitions(whole: Partitions, parts: list[Broker]) ->
     for number, broker in enumerate(parts):
         broker.enqueue(str(number), "low", b"")
     assert whole.queue_counts()["low"].entries == 3
+
+
+def test_a_queue_is_paused_when_all_its_partitions_are(whole: Partitions, redis_client: redis.Redis, queue: str) -> None:
+    told = []
+    for name in names_of(queue, 3):
+        told.append(whole.is_paused_now())
+        QueueAdmin(redis_client, name).pause()
+    assert [*told, whole.is_paused_now()] == [False, False, False, True]
 
 
 def test_one_worker_answers_and_cancels_jobs_of_all_partitions(

@@ -5,6 +5,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+import redis
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
 from tests.support import fake_engine
@@ -16,6 +17,7 @@ from worker.broker import Broker
 from worker.connection import connect
 from worker.embedded import EmbeddedServer
 from worker.keys import LANES
+from worker.queue_admin import QueueAdmin
 
 AT_REST = (
     *((name, "") for name in ("slots_active", "requests_running", "requests_waiting", "kv_usage_ratio", "kv_tokens_filled")),
@@ -159,6 +161,22 @@ def test_jobs_that_are_not_due_are_counted_in_their_lane(make_worker: WorkerMake
     worker = make_worker()
     wait_until(lambda: worker.metric("queue_delayed", "low") == 2, message="a heartbeat")
     assert [worker.metric("queue_delayed", lane) for lane in LANES] == [1, 0, 2]
+
+
+def test_a_pause_is_told_while_all_slots_are_taken(
+    make_worker: WorkerMaker, producer: Producer, broker: Broker, redis_client: redis.Redis, queue: str
+) -> None:
+    worker = make_worker("--max-slots", "1", delay_s=SLOW_S)
+    jobs = [producer.add(prompt="w20", max_tokens=4000) for _ in range(4)]
+    wait_until(lambda: worker.metric("slots_active") == 1, message="a job that runs")
+    admin = QueueAdmin(redis_client, queue)
+    admin.pause()
+    wait_until(lambda: worker.metric("queue_paused") == 1, message="a heartbeat")
+    admin.resume()
+    wait_until(lambda: worker.metric("queue_paused") == 0, message="a heartbeat")
+    assert (worker.metric("slots_active"), sum_of(worker.samples(), "jobs_finished_total")) == (1, 0)
+    for job_id in jobs:
+        broker.cancel(job_id)
 
 
 def test_jobs_with_hostile_fields_add_no_series(make_worker: WorkerMaker, producer: Producer) -> None:

@@ -213,16 +213,6 @@ def test_a_paused_queue_is_not_waited_at_its_doorbell(bench: Bench, monkeypatch:
     assert bench.broker.num_waits == 1
 
 
-def test_metrics_tell_that_the_queue_is_paused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer, "WAIT_S", 0.001)
-    told = []
-    for is_paused in (True, False):
-        bench.broker.is_paused = is_paused
-        bench.run(1)
-        told.append(bench.metrics.registry.get_sample_value("slotmill_queue_paused"))
-    assert told == [1, 0]
-
-
 def test_the_wait_for_an_entry_ends_when_a_delayed_job_is_due(bench: Bench) -> None:
     bench.broker.next_due_s = 0.125
     bench.run(1)
