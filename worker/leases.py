@@ -106,11 +106,8 @@ class Leases(Background):
         if self._num_beats % CLEAN_BEATS == 0:
             self._link.call("clean_up", self._broker.clean_up)
         self._num_beats += 1
-        self._metrics.queue_paused.set(self._link.call("queue_counts", self._broker.is_paused_now))
-        self._metrics.dead_entries.set(self._link.call("queue_counts", self._broker.num_dead))
-        counts = self._link.call("queue_counts", self._broker.queue_counts)
-        for priority, lane in counts.items():
-            self._metrics.queue_entries.labels(priority).set(lane.entries)
-            self._metrics.queue_pending.labels(priority).set(lane.pending)
-            self._metrics.queue_oldest_age_seconds.labels(priority).set(lane.oldest_age_s)
-            self._metrics.queue_delayed.labels(priority).set(lane.delayed)
+        self._metrics.queue(
+            self._link.call("queue_counts", self._broker.queue_counts),
+            is_paused=self._link.call("queue_counts", self._broker.is_paused_now),
+            num_dead=self._link.call("queue_counts", self._broker.num_dead),
+        )

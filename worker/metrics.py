@@ -20,6 +20,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from engine.messages import EngineReady
 from engine.stats import KVCounts, MemoryCounts, SlotCounts, StepStats, StepTimes
 from worker.attempt import DEAD_LETTER, Attempt, Ending
+from worker.broker import LaneCounts
 from worker.keys import LANES
 
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -114,6 +115,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more of each counter and histogram
         self.registry = CollectorRegistry()
         self._engines = [EngineState() for _ in range(num_engines)]
+        self._hidden: tuple[Gauge, ...] = ()
         self._add_info()
         self._add_engine()
         self._add_memory()
@@ -134,6 +136,25 @@ class Metrics:
         self.redis_connected.set_function(lambda: float(watched.redis_connected()))
         self.lease_age_max_seconds.set_function(watched.lease_age_max_s)
         self.publish_buffer_tokens.set_function(watched.buffered_tokens)
+
+    def forget_queue(self) -> None:
+        """Tell nothing of the queue before it is read: zeros would say that it is empty."""
+        self._hidden = self._of_queue
+        for gauge in self._hidden:
+            self.registry.unregister(gauge)
+
+    def queue(self, counts: Mapping[str, LaneCounts], *, is_paused: bool, num_dead: int) -> None:
+        """What was read of the queue."""
+        for priority, lane in counts.items():
+            self.queue_entries.labels(priority).set(lane.entries)
+            self.queue_pending.labels(priority).set(lane.pending)
+            self.queue_oldest_age_seconds.labels(priority).set(lane.oldest_age_s)
+            self.queue_delayed.labels(priority).set(lane.delayed)
+        self.queue_paused.set(is_paused)
+        self.dead_entries.set(num_dead)
+        hidden, self._hidden = self._hidden, ()
+        for gauge in hidden:
+            self.registry.register(gauge)
 
     def engine_ready(self, ready: EngineReady, model: str, engine: int = 0) -> None:
         """The numbers that an engine resolved when it loaded."""
@@ -360,6 +381,14 @@ class Metrics:
         self.queue_delayed = self._gauge("queue_delayed", "Jobs of a lane that are not due yet", priority=LANES)
         self.queue_paused = self._gauge("queue_paused", "1 while the queue is paused: nothing is taken from it")
         self.dead_entries = self._gauge("dead_entries", "Jobs set aside for people")
+        self._of_queue: tuple[Gauge, ...] = (
+            self.queue_entries,
+            self.queue_pending,
+            self.queue_oldest_age_seconds,
+            self.queue_delayed,
+            self.queue_paused,
+            self.dead_entries,
+        )
         claims = ("new", "released", "reclaimed")
         self.jobs_claimed = self._counter("jobs_claimed_total", "Jobs taken, by where they came from", source=claims)
         fences = ("renew", "emit", "finish", "retry", "unwritable")

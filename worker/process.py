@@ -136,6 +136,7 @@ class WorkerProcess:
         settings = self._settings
         log.bind(worker=settings.worker_id, queue=settings.queue)
         self.metrics.worker_info.info({"queue": settings.queue, "gpu": settings.device_names})
+        self.metrics.forget_queue()
         self.metrics.watch(
             Watched(self._state, self._is_connected, self._leases.age_max_s, lambda: self._publisher.num_buffered_tokens)
         )

@@ -39,6 +39,11 @@ def claims_end(found: Samples) -> bool:
     return sum_of(found, "jobs_claimed_total") == sum(sum_of(found, name) for name in ends)
 
 
+def of_queue(worker: WorkerUnderTest, name: str, label: str = "") -> float | None:
+    """None before it was read."""
+    return worker.samples().get((name, label))
+
+
 def wait_for_rest(worker: WorkerUnderTest) -> Samples:
     """The samples once every gauge is at rest and every claim has ended, been given back or fenced."""
 
@@ -159,7 +164,7 @@ def test_jobs_that_are_not_due_are_counted_in_their_lane(make_worker: WorkerMake
     for job_id, lane in (("a", "high"), ("b", "low"), ("c", "low")):
         broker.enqueue(job_id, lane, b"\x80", delay_s=3600)
     worker = make_worker()
-    wait_until(lambda: worker.metric("queue_delayed", "low") == 2, message="a heartbeat")
+    wait_until(lambda: of_queue(worker, "queue_delayed", "low") == 2, message="a heartbeat")
     assert [worker.metric("queue_delayed", lane) for lane in LANES] == [1, 0, 2]
 
 
@@ -171,9 +176,9 @@ def test_a_pause_is_told_while_all_slots_are_taken(
     wait_until(lambda: worker.metric("slots_active") == 1, message="a job that runs")
     admin = QueueAdmin(redis_client, queue)
     admin.pause()
-    wait_until(lambda: worker.metric("queue_paused") == 1, message="a heartbeat")
+    wait_until(lambda: of_queue(worker, "queue_paused") == 1, message="a heartbeat")
     admin.resume()
-    wait_until(lambda: worker.metric("queue_paused") == 0, message="a heartbeat")
+    wait_until(lambda: of_queue(worker, "queue_paused") == 0, message="a heartbeat")
     assert (worker.metric("slots_active"), sum_of(worker.samples(), "jobs_finished_total")) == (1, 0)
     for job_id in jobs:
         broker.cancel(job_id)
@@ -181,6 +186,7 @@ def test_a_pause_is_told_while_all_slots_are_taken(
 
 def test_jobs_with_hostile_fields_add_no_series(make_worker: WorkerMaker, producer: Producer) -> None:
     worker = make_worker("--max-slots", "64")
+    wait_until(lambda: of_queue(worker, "dead_entries") == 0, message="a heartbeat")
     before = {key for key in worker.samples() if key[0] != "worker_info"}
     words = ['"} 1\n', "slotmill_evil", "\N{GRINNING FACE}", "a" * 128, "{queue}", "\\"]
     jobs = []
@@ -203,13 +209,13 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 
 def test_without_a_server_the_queue_is_told_as_it_was_last_known_and_redis_connected_says_so(
-    own_server: EmbeddedServer, make_worker: WorkerMaker, fake_model: object
+    own_server: EmbeddedServer, fake_model: object
 ) -> None:
     with workers(own_server.url, "q", fake_model) as make, connect(own_server.url) as client:  # type: ignore[arg-type]
         client.config_set("appendfsync", "always")
         Broker(client, "q", "x").enqueue("a", "low", b"\x80", delay_s=3600)
         worker = make()
-        wait_until(lambda: worker.metric("queue_delayed", "low") == 1, message="a heartbeat")
+        wait_until(lambda: of_queue(worker, "queue_delayed", "low") == 1, message="a heartbeat")
         own_server.kill()
         wait_until(lambda: worker.metric("redis_connected") == 0, message="a worker that notices")
         found = worker.samples()
@@ -218,7 +224,22 @@ def test_without_a_server_the_queue_is_told_as_it_was_last_known_and_redis_conne
         own_server.start()
         wait_until(lambda: worker.metric("redis_connected") == 1, message="a worker that is back")
         Broker(client, "q", "x").cancel("a")
-        wait_until(lambda: worker.metric("queue_delayed", "low") == 0, message="what is true now")
+        wait_until(lambda: of_queue(worker, "queue_delayed", "low") == 0, message="what is true now")
+
+
+def test_before_the_queue_is_read_nothing_is_told_of_it(own_server: EmbeddedServer, fake_model: object) -> None:
+    own_server.kill()
+    with workers(own_server.url, "q", fake_model) as make:  # type: ignore[arg-type]
+        worker = make(is_awaited=False)
+        worker.wait_for_log("engine_ready")
+        unread = {name for name, _ in worker.samples()}
+        own_server.start()
+        wait_until(lambda: of_queue(worker, "dead_entries") == 0, message="a heartbeat")
+        news = {name for name, _ in worker.samples()} - unread
+    assert news == {
+        "dead_entries",
+        *(f"queue_{name}" for name in ("entries", "pending", "oldest_age_seconds", "delayed", "paused")),
+    }
 
 
 def test_metrics_are_told_as_openmetrics_and_compressed_where_that_is_asked_for(shared_worker: WorkerUnderTest) -> None:
