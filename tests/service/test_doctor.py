@@ -137,6 +137,8 @@ def test_a_full_server_is_found_out_by_writing(admin: redis.Redis, doctor: Docto
     code, rows = doctor()
     assert (code, amiss(rows)) == (1, {"writes": "fail", "memory": "warn"})
     assert "maxmemory" in rows["writes"]["found"]
+    admin.execute_command(*rows["memory"]["remedy"].split(", and ")[0].split())
+    assert doctor()[0] == 0
 
 
 def test_a_server_whose_snapshots_fail_refuses_writes(

@@ -107,16 +107,17 @@ def eviction(facts: ServerFacts) -> Finding:
 
 
 def memory(facts: ServerFacts) -> Finding:
+    """Never advises a bound below what is used, at which every write is refused at once."""
     used, limit = facts.number("used_memory"), facts.number("maxmemory")
     if not limit:
         total = facts.number("total_system_memory")
         found = f"{size(used)} used, no maxmemory, {size(total)} in the machine"
         if used > UNBOUNDED * total:
-            return warn(f"{found}: more than half", _set("maxmemory", str(int(UNBOUNDED * total))))
+            return warn(f"{found}: more than half", _set("maxmemory", str(int((used + total) / 2))))
         return ok(found)
     found = f"{used / limit:.0%} of maxmemory used, {size(used)} of {size(limit)}"
     if used > FULL * limit:
-        return warn(f"{found}: above it writes are refused", _set("maxmemory", str(int(2 * limit))))
+        return warn(f"{found}: above it writes are refused", _set("maxmemory", str(int(2 * max(used, limit)))))
     return ok(found)
 
 
