@@ -131,7 +131,7 @@ def test_an_entry_looks_for_what_its_causes_are_told_by(entry: str) -> None:
     assert [event for event in named if event not in " ".join(searches)] == []
 
 
-WAYS_TO_RUN = ("docker compose", "kubectl", "journalctl")
+WAYS_TO_RUN = ("docker compose", "kubectl", "journalctl", "cat")
 
 
 @pytest.mark.parametrize("way", WAYS_TO_RUN)
