@@ -62,7 +62,7 @@ QUEUE = QueueFacts(
     counts={"high": LaneCounts(0, 0, 0.0), "normal": LaneCounts(9, 2, 100.0), "low": LaneCounts(0, 0, 0.0)},
     num_dead=0,
     num_overdue=0,
-    consumers=[Consumer("w1", 2, 1.0), Consumer("w0", 0, 900.0), Consumer("released", 4, 60.0), Consumer("suspects", 1, 60.0)],
+    consumers=[Consumer("w1", 2), Consumer("w0", 0), Consumer("released", 4), Consumer("suspects", 1)],
 )
 TORCH: Mapping[str, Any] = {
     "torch": "2.13.0",

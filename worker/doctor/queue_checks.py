@@ -28,7 +28,6 @@ class Consumer:
 
     name: str
     num_pending: int
-    idle_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ def _has_group(server: Any, lane: str) -> bool:
 
 def _consumers(server: Any, lane: str) -> list[Consumer]:
     rows = server.xinfo_consumers(lane, GROUP) if _has_group(server, lane) else []
-    return [Consumer(row["name"].decode(), row["pending"], row["idle"] / 1000) for row in rows]
+    return [Consumer(row["name"].decode(), row["pending"]) for row in rows]
 
 
 def group(facts: QueueFacts) -> Finding:
