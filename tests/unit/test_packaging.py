@@ -58,6 +58,12 @@ def test_the_queue_side_loads_no_tensor_library(module: str) -> None:
     assert run_python(code) == "[]"
 
 
+def test_the_command_line_loads_the_work_of_no_command_before_it_runs() -> None:
+    work = ["worker.process", "worker.demo", "worker.top.watch", "worker.top.view", "worker.doctor.server_checks"]
+    code = f"import sys, worker.cli; print([name for name in {work} if name in sys.modules])"
+    assert run_python(code) == "[]"
+
+
 def test_a_wheel_carries_every_package_and_the_scripts_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     distribution = Distribution({"script_name": "setup.py"})

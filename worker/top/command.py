@@ -1,6 +1,7 @@
 """`worker top`: a live view of one queue, its workers, their slots and what is in them.
 
-Relies on `watch` for looks, on `view` for how they are shown and on `screen` for the live screen.
+Relies on `watch` for looks, on `view` for how they are shown and on `screen` for the live screen, imported when the command
+runs.
 """
 
 import json
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import redis
@@ -18,7 +19,9 @@ from worker.command import Command, command_line, option, queue_options, say
 from worker.connection import connect, unavailable
 from worker.keys import names_of
 from worker.queue_view import stats_data
-from worker.top.watch import Look, Watch, WorkerLook
+
+if TYPE_CHECKING:
+    from worker.top.watch import Look, Watch, WorkerLook
 
 
 @click.command(cls=Command, short_help="Watch a queue and its workers, live.")
@@ -50,8 +53,10 @@ def top(
 
 
 @contextmanager
-def _watching(redis_url: str, queue: str, partitions: int) -> Iterator[Watch]:
+def _watching(redis_url: str, queue: str, partitions: int) -> Iterator["Watch"]:
     """Errors of the server tell host and remedy."""
+    from worker.top.watch import Watch
+
     names = names_of(queue, partitions)
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(redis_url, name)) for name in names]
@@ -63,12 +68,12 @@ def _watching(redis_url: str, queue: str, partitions: int) -> Iterator[Watch]:
             raise unavailable(clients[0], error) from error
 
 
-def _print_all(watch: Watch, interval_s: float, *, is_live: bool) -> None:
+def _print_all(watch: "Watch", interval_s: float, *, is_live: bool) -> None:
     for look in _looks(watch, interval_s, is_live=is_live):
         say(json.dumps(look_data(look)))
 
 
-def _print_text(watch: Watch, interval_s: float, worker_id: str, *, is_live: bool) -> None:
+def _print_text(watch: "Watch", interval_s: float, worker_id: str, *, is_live: bool) -> None:
     from rich.console import Console
 
     from worker.top.view import ViewState, render
@@ -81,7 +86,7 @@ def _print_text(watch: Watch, interval_s: float, worker_id: str, *, is_live: boo
             say(shown.get(), nl=False)
 
 
-def _looks(watch: Watch, interval_s: float, *, is_live: bool) -> Iterator[Look]:
+def _looks(watch: "Watch", interval_s: float, *, is_live: bool) -> Iterator["Look"]:
     """One look, or looks until Ctrl-C."""
     try:
         while True:
@@ -99,7 +104,7 @@ def _start_words() -> str:
     return command_line("worker", "start")
 
 
-def look_data(look: Look) -> dict[str, Any]:
+def look_data(look: "Look") -> dict[str, Any]:
     """A look as plain data: the queue as `worker queue stats --json` has it, figures, and each worker with its snapshot."""
     return {
         "at": look.at,
@@ -110,7 +115,7 @@ def look_data(look: Look) -> dict[str, Any]:
     }
 
 
-def _worker_data(worker: WorkerLook) -> dict[str, Any]:
+def _worker_data(worker: "WorkerLook") -> dict[str, Any]:
     return {
         "id": worker.id,
         "is_silent": worker.now is None,
