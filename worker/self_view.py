@@ -20,7 +20,7 @@ from worker.inflight import InFlight
 from worker.metrics import PREFIX, EngineState, Metrics
 from worker.reader import Reader
 from worker.settings import Settings
-from worker.snapshot import MAX_ID, MAX_REQUESTS, PHASES, Buckets, EngineView, RequestView, Snapshot, shorten
+from worker.snapshot import MAX_ID, PHASES, Buckets, EngineView, RequestView, Snapshot, shorten
 
 
 class SelfView:
@@ -47,8 +47,7 @@ class SelfView:
             state=state,
             up_s=time.monotonic() - self._started_at,
             engines=tuple(engines),
-            requests=tuple(requests[:MAX_REQUESTS]),
-            left_out=max(0, len(requests) - MAX_REQUESTS),
+            requests=tuple(requests),
             claimed=max(0, sum(attempt.ending is None for attempt in held) - len(requests)),
             ending=sum(attempt.ending is not None for attempt in held),
             counters=_counters(self._metrics),

@@ -10,7 +10,7 @@ that workers and viewers of different versions get along:
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -97,7 +97,7 @@ class Snapshot:
     requests: tuple[RequestView, ...] = ()
     """In the order in which the engines got them."""
     left_out: int = 0
-    """Requests beyond `MAX_REQUESTS`."""
+    """Requests beyond what `encode` has room for."""
     claimed: int = 0
     """Jobs taken and not in an engine yet."""
     ending: int = 0
@@ -109,15 +109,14 @@ class Snapshot:
 
 
 def encode(snapshot: Snapshot) -> bytes:
-    """The bytes for the channel, within `MAX_BYTES`: as many requests as fit, the others counted."""
-    data = asdict(snapshot)
+    """The bytes for the channel, within `MAX_BYTES`: as many requests as fit, `MAX_REQUESTS` at most, the others counted."""
+    kept = snapshot.requests[:MAX_REQUESTS]
     while True:
-        data["requests"] = data["requests"][:MAX_REQUESTS]
-        data["left_out"] = snapshot.left_out + len(snapshot.requests) - len(data["requests"])
-        packed = pack(data)
-        if len(packed) <= MAX_BYTES or not data["requests"]:
+        left_out = snapshot.left_out + len(snapshot.requests) - len(kept)
+        packed = pack(asdict(replace(snapshot, requests=kept, left_out=left_out)))
+        if len(packed) <= MAX_BYTES or not kept:
             return packed
-        data["requests"] = data["requests"][: len(data["requests"]) // 2]
+        kept = kept[: len(kept) // 2]
 
 
 def decode(packed: bytes) -> Snapshot:
