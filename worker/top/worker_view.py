@@ -3,6 +3,7 @@
 Relies on `cells` for cells and bars, on `lines` for lines. Pure but for the seats that it is given.
 """
 
+import math
 from collections.abc import Mapping
 
 from rich.text import Text
@@ -152,18 +153,18 @@ def _idleness(figures: Figures) -> list[Text]:
 
 def _requests(worker: WorkerLook, now: Snapshot, seats: Seats, width: int, room: int | None) -> list[Text]:
     """As many requests as fit, in the order of their cells, those without one last; the others are counted."""
-    places = [(each.engine, seats.place(now, each) or 1 << 30, each) for each in now.requests]
-    rows = sorted(places, key=lambda item: item[:2])
+    places = [(each, seats.place(now, each)) for each in now.requests]
+    rows = sorted(places, key=lambda item: (item[0].engine, item[1] or math.inf))
     is_whole = not now.left_out and (room is None or len(rows) < room)
     most = len(rows) if room is None or is_whole else min(len(rows), room - 2)
     if most <= 0:
         return []
-    tokens = max(len(_tokens(each)) for _, _, each in rows[:most])
+    tokens = max(len(_tokens(each)) for each, _ in rows[:most])
     columns = _columns(width, max(7, min(17, tokens)), has_engines=len(now.engines) > 1)
     lines = [_table_line(columns, {name: name for name in columns}, dict.fromkeys(columns, DIM))]
-    for _, place, each in rows[:most]:
+    for each, place in rows[:most]:
         lines.append(_request_line(columns, each, place, tokens_per_s(each, worker.before, now)))
-    if left := len(rows) - len(rows[:most]) + now.left_out:
+    if left := len(rows) - most + now.left_out:
         lines.append(row([Text(f"and {left:,} more", DIM)], width))
     return lines
 
@@ -183,14 +184,14 @@ def _columns(width: int, tokens: int, *, has_engines: bool) -> dict[str, int]:
     return columns
 
 
-def _request_line(columns: Mapping[str, int], request: RequestView, place: int, tokens_a_s: float) -> Text:
+def _request_line(columns: Mapping[str, int], request: RequestView, place: int | None, tokens_a_s: float) -> Text:
     share = min(1.0, request.tokens / request.max_tokens) if request.max_tokens else 0.0
     bar = columns.get("progress", 0)
     done = int(share * bar)
     many = f" x{request.width}" if request.width > 1 else ""
     cells = {
         "engine": str(request.engine),
-        "slot": "-" if place == 1 << 30 else str(place),
+        "slot": str(place or "-"),
         "job": name_of(request.id, columns["job"]),
         "lane": name_of(request.lane, 6),
         "does": name_of(request.phase, columns["does"] - len(many)) + many,
