@@ -310,13 +310,11 @@ class Broker:
             for lane, (entries, pending, age_ms, released, suspects, delayed, delivered) in zip(LANES, rows, strict=True)
         }
 
-    def is_paused_now(self) -> bool:
-        """Whether the queue is paused; `is_paused` is what the last fetch found."""
-        return bool(self._client.hget(self.keys.config, "paused") == b"1")
-
-    def num_dead(self) -> int:
-        """How many rows the dead have."""
-        return int(self._client.xlen(self.keys.dead))
+    def paused_and_dead(self) -> tuple[bool, int]:
+        """Whether the queue is paused now (`is_paused` is what the last fetch found), and how many rows the dead have."""
+        with self._client.pipeline(transaction=False) as pipe:
+            paused, dead = pipe.hget(self.keys.config, "paused").xlen(self.keys.dead).execute()
+        return paused == b"1", dead
 
     def heartbeat(self, fields: Mapping[str, str | int | float]) -> None:
         """Says for three heartbeats that this worker is alive, and what of it."""

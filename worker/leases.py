@@ -106,8 +106,6 @@ class Leases(Background):
         if self._num_beats % CLEAN_BEATS == 0:
             self._link.call("clean_up", self._broker.clean_up)
         self._num_beats += 1
-        self._metrics.queue(
-            self._link.call("queue_counts", self._broker.queue_counts),
-            is_paused=self._link.call("queue_counts", self._broker.is_paused_now),
-            num_dead=self._link.call("queue_counts", self._broker.num_dead),
-        )
+        is_paused, num_dead = self._link.call("queue_counts", self._broker.paused_and_dead)
+        counts = self._link.call("queue_counts", self._broker.queue_counts)
+        self._metrics.queue(counts, is_paused=is_paused, num_dead=num_dead)

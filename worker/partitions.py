@@ -64,11 +64,9 @@ class Partitions:
         counts = self._each(Broker.queue_counts)
         return {lane: summed([each[lane] for each in counts]) for lane in counts[0]}
 
-    def is_paused_now(self) -> bool:
-        return all(self._each(Broker.is_paused_now))
-
-    def num_dead(self) -> int:
-        return sum(self._each(Broker.num_dead))
+    def paused_and_dead(self) -> tuple[bool, int]:
+        paused, dead = zip(*self._each(Broker.paused_and_dead), strict=True)
+        return all(paused), sum(dead)
 
     def fetch(self, free: int, *, aging: int = 64, may_take_suspect: bool = True) -> list[Delivery]:
         """Claims up to `free` jobs, beginning with another partition each time. What one gave is kept when the next fails."""

@@ -118,9 +118,9 @@ def test_counts_are_of_all_partitions(whole: Partitions, parts: list[Broker]) ->
 def test_a_queue_is_paused_when_all_its_partitions_are(whole: Partitions, redis_client: redis.Redis, queue: str) -> None:
     told = []
     for name in names_of(queue, 3):
-        told.append(whole.is_paused_now())
+        told.append(whole.paused_and_dead()[0])
         QueueAdmin(redis_client, name).pause()
-    assert [*told, whole.is_paused_now()] == [False, False, False, True]
+    assert [*told, whole.paused_and_dead()[0]] == [False, False, False, True]
 
 
 def test_one_worker_answers_and_cancels_jobs_of_all_partitions(
