@@ -244,7 +244,7 @@ class Publisher(Background):
             why=ending.why,
             blame=ending.blame,
             tokens=attempt.num_logged,
-            held_s=round(time.time() - attempt.claimed_at, 3),
+            held_s=round(time.monotonic() - attempt.taken_at, 3),
             **note,
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from engine.messages import Abort, TokenLogprobs
 from engine.request import Request, SamplingParams
@@ -316,6 +317,15 @@ def test_a_release_logs_the_tokens_first_and_writes_no_end(bench: Bench) -> None
     bench.inflight.end(attempt, RELEASED_BY_DRAIN)
     bench.flush()
     assert (bench.broker.num_logged("a"), bench.broker.released, bench.broker.ends) == (1, {"a": "none"}, {})
+
+
+def test_a_release_tells_how_long_the_job_was_held_whatever_is_done_to_the_clock(bench: Bench) -> None:
+    attempt = bench.start()
+    attempt.taken_at, attempt.claimed_at = bench.now - 2.0, attempt.claimed_at + 3600
+    bench.inflight.end(attempt, RELEASED_BY_DRAIN)
+    with capture_logs() as lines:
+        bench.flush_twice()
+    assert [line["held_s"] for line in lines if line["event"] == "job_released"] == [2.0]
 
 
 def test_a_release_says_what_each_job_is_blamed_for(bench: Bench) -> None:
