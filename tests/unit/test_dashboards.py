@@ -15,6 +15,7 @@ import yaml
 from tests.support import grafana
 from tests.support.grafana import Panel
 from tests.support.prometheus import OPS
+from tests.support.rules import rules
 from worker.metrics import PREFIX, Metrics
 
 BOARDS = grafana.load()
@@ -137,6 +138,13 @@ def test_a_fleet_that_is_gone_is_not_shown_as_it_last_was() -> None:
     }
     for title in ("Workers that serve", "Tokens made", "Alerts firing", "Workers not scraped"):
         assert texts[title].endswith("or vector(0)")
+
+
+def test_ages_have_their_colours_where_the_alert_fires() -> None:
+    limits = dict(re.findall(r'{priority="(\w+)"} > (\d+)', rules("alert")["SlotmillBacklogOld"]["expr"]))
+    panels = [panel.spec["fieldConfig"]["defaults"] for panel in PANELS if panel.spec["title"] == "Oldest job waits"]
+    shown = [[step["value"] for step in defaults["thresholds"]["steps"]] for defaults in panels]
+    assert shown == 2 * [[None, int(limits["normal"]), int(limits["low"])]]
 
 
 def test_a_mark_says_what_started() -> None:

@@ -1,9 +1,11 @@
 """Fleet: is everything well, who works, what do they get done, and on what?"""
 
+from collections.abc import Callable
+
 from grafana_foundation_sdk.models import dashboard as models
 
 from source.board import Row, board
-from source.palette import BLUE, ENDS, GREEN, GREY, MEMORY, ORANGE, PURPLE, SKY, VERMILLION, WORKERS
+from source.palette import AGES, BLUE, ENDS, GREEN, GREY, MEMORY, ORANGE, PURPLE, SKY, VERMILLION, WORKERS
 from source.panels import (
     BYTES,
     COUNT,
@@ -31,13 +33,18 @@ SUCCEEDED = in_range("jobs_finished_total", state="succeeded")
 STEPPED = selected("last_step_timestamp_seconds")
 INFO = aggregate("max", selected("worker_info"), "instance", "queue", "gpu")
 MODEL = aggregate("max", selected("model_info"), "instance", "model", "dtype")
-ACCEPTED = (
-    f"({in_range('jobs_finished_total')} - {in_range('jobs_finished_total', state='cancelled')} - {in_range('refused_total')})"
-)
+
+
+def _accepted(growth: Callable[..., str]) -> str:
+    """Ended jobs without those that clients cancelled and those refused as bad input; `growth` is `rate` or `in_range`."""
+    ended, cancelled = growth("jobs_finished_total"), growth("jobs_finished_total", state="cancelled")
+    return f"({ended} - {cancelled} - {growth('refused_total')})"
+
+
 BAD_SHARE = ratio(
     f"({rate('jobs_finished_total', state='failed')} + {rate('jobs_finished_total', state='expired')}"
     f" + {rate('jobs_finished_total', state='dead')} - {rate('refused_total')})",
-    f"({rate('jobs_finished_total')} - {rate('jobs_finished_total', state='cancelled')} - {rate('refused_total')})",
+    _accepted(rate),
 )
 
 
@@ -100,7 +107,7 @@ GLANCE = Row(
             "In the range shown, without those that clients cancelled and those refused as bad input. The rest failed,"
             " expired or died: it is your error budget, and `worker dead list` and the results say why.",
             RATIO,
-            f"clamp_max({ratio(SUCCEEDED, ACCEPTED)}, 1)",
+            f"clamp_max({ratio(SUCCEEDED, _accepted(in_range))}, 1)",
             limits=[(None, VERMILLION), (0.99, ORANGE), (0.999, GREEN)],
             is_over_range=True,
             decimals=2,
@@ -112,7 +119,7 @@ GLANCE = Row(
             " low lane do. When it only grows, the fleet is too small or paused; see Queue and delivery.",
             SECONDS,
             aggregate("max", of_queue("queue_oldest_age_seconds", "priority")),
-            limits=[(None, GREEN), (1800, ORANGE), (14400, VERMILLION)],
+            limits=AGES,
             width=3,
         ),
         stats(

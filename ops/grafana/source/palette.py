@@ -15,6 +15,9 @@ PURPLE = "#CC79A7"
 YELLOW = "#F0E442"
 GREY = "#999999"
 
+AGES = ((None, GREEN), (1800, ORANGE), (14400, VERMILLION))
+"""From which age on the oldest waiting job has which colour: as SlotmillBacklogOld fires for the normal and the low lane."""
+
 
 class State(NamedTuple):
     """One value of a label."""

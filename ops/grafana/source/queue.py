@@ -5,7 +5,7 @@ from collections.abc import Callable
 from grafana_foundation_sdk.models import dashboard as models
 
 from source.board import Row, board
-from source.palette import BLUE, CLAIMS, ENDS, ERRORS, FENCES, GREEN, LANES, ORANGE, PURPLE, SKY, VERMILLION
+from source.palette import AGES, BLUE, CLAIMS, ENDS, ERRORS, FENCES, GREEN, LANES, ORANGE, PURPLE, SKY, VERMILLION
 from source.panels import (
     COUNT,
     PER_MIN,
@@ -70,7 +70,7 @@ GLANCE = Row(
             " grows, workers are too few, or the queue is paused.",
             SECONDS,
             aggregate("max", of_queue("queue_oldest_age_seconds", "priority")),
-            limits=[(None, GREEN), (1800, ORANGE), (14400, VERMILLION)],
+            limits=AGES,
         ),
         stats(
             "Time to clear",
