@@ -34,7 +34,7 @@ _log = log.get("control")
 class Control(Background):
     """The listening thread."""
 
-    def __init__(self, broker: Broker, link: Link, inflight: InFlight, snapshot: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, broker: Broker, link: Link, inflight: InFlight, snapshot: Callable[[], bytes]) -> None:
         """`snapshot` is what a look is answered with."""
         super().__init__("control")
         self._broker = broker

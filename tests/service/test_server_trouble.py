@@ -188,7 +188,7 @@ def test_a_listener_that_gets_no_answer_listens_anew(
     monkeypatch.setattr(control, "SILENCE_S", 0.3)
     heard: list[str] = []
     inflight = SimpleNamespace(cancel=heard.append)
-    listening = control.Control(broker_behind, Link("control", Metrics(), log.Throttle()), inflight)  # type: ignore[arg-type]
+    listening = control.Control(broker_behind, Link("control", Metrics(), log.Throttle()), inflight, bytes)  # type: ignore[arg-type]
     listening.start()
     try:
         channel = broker.keys.control
