@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+LEAST_GROWTH_S = 0.2
+"""Waits that grow by less may have grown by chance."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -40,7 +42,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def is_growing(waits: Sequence[float], least_s: float = 0.2) -> bool:
+def is_growing(waits: Sequence[float]) -> bool:
     """Whether waits, in order of arrival, grow: the median of the last third is over twice that of the first, and more.
 
     So it is when requests come faster than they are served; below that rate the waits of a long enough run keep to a level.
@@ -48,4 +50,4 @@ def is_growing(waits: Sequence[float], least_s: float = 0.2) -> bool:
     third = len(waits) // 3
     if not third:
         return False
-    return statistics.median(waits[-third:]) > 2 * statistics.median(waits[:third]) + least_s
+    return statistics.median(waits[-third:]) > 2 * statistics.median(waits[:third]) + LEAST_GROWTH_S

@@ -59,10 +59,10 @@ def unpack(data: bytes, *, max_containers: int = MAX_CONTAINERS, max_items: int 
     return value
 
 
-def parse_json(data: bytes, *, max_containers: int = MAX_CONTAINERS) -> object:
+def parse_json(data: bytes) -> object:
     """Read one JSON value in UTF-8. `MalformedError` when it is not one, is too deep or too large, or repeats a key."""
-    if _num_openings(data) > max_containers and _num_openings(_JSON_STRING.sub(b"", data)) > max_containers:
-        raise MalformedError(f"more than {max_containers} lists and maps")
+    if _num_openings(data) > MAX_CONTAINERS and _num_openings(_JSON_STRING.sub(b"", data)) > MAX_CONTAINERS:
+        raise MalformedError(f"more than {MAX_CONTAINERS} lists and maps")
     try:
         value: object = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except MalformedError:

@@ -23,12 +23,12 @@ class InvalidJob(SlotmillError):
 
     code = "invalid"
 
-    def __init__(self, field: str, value: object, limit: str, job_id: str | None = None) -> None:
+    def __init__(self, field: str, value: object, limit: str) -> None:
         shown = str(value)
         self.field = field
         self.value = shown if len(shown) <= 64 else shown[:61] + "..."
         self.limit = limit
-        self.job_id = job_id
+        self.job_id: str | None = None
         self.traceparent: str | None = None
         super().__init__(f"{field}: {self.value}: {limit}")
 

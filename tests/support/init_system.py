@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+TIMEOUT_S = 20.0
+
 
 class InitSystem:
     """A listener. `address` is for NOTIFY_SOCKET; `lines` has what was heard so far, in order."""
@@ -35,7 +37,7 @@ class InitSystem:
         self.lines += lines
         return lines
 
-    def wait_for(self, is_meant: Callable[[str], bool], timeout_s: float = 20.0) -> str:
+    def wait_for(self, is_meant: Callable[[str], bool], timeout_s: float = TIMEOUT_S) -> str:
         """The first line from now on that is meant."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -44,11 +46,11 @@ class InitSystem:
                     return line
         raise AssertionError(f"not heard within {timeout_s:g} s; the last lines were {self.lines[-8:]}")
 
-    def wait_for_silence(self, at_least_s: float, timeout_s: float = 20.0) -> None:
+    def wait_for_silence(self, at_least_s: float) -> None:
         """Wait until nothing has fed the watchdog for so long."""
-        deadline, fed_at = time.monotonic() + timeout_s, time.monotonic()
+        deadline, fed_at = time.monotonic() + TIMEOUT_S, time.monotonic()
         while time.monotonic() - fed_at < at_least_s:
-            assert time.monotonic() < deadline, f"the watchdog was fed for {timeout_s:g} s"
+            assert time.monotonic() < deadline, f"the watchdog was fed for {TIMEOUT_S:g} s"
             if "WATCHDOG=1" in self.next(0.05):
                 fed_at = time.monotonic()
 

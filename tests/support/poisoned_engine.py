@@ -1,7 +1,7 @@
-"""The real engine with one prompt that kills it: `python poisoned_engine.py --poison ID [--at INDEX] --fd N`.
+"""The real engine with one prompt that kills it: `python poisoned_engine.py --poison ID --fd N`.
 
 A request whose prompt holds the token id `--poison` kills the process with SIGKILL, between the forward pass and the recording
-of the step in which it is to get the token of output index `--at` (3 unless told otherwise; those of earlier attempts count).
+of the step in which it is to get the token of output index `TROUBLE_INDEX` (those of earlier attempts count).
 Everything else is `engine.serve`. For `--engine-command` of a worker; see `command`.
 """
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 TROUBLE_INDEX = 3
 
 
-def command(token_id: int, index: int = TROUBLE_INDEX) -> tuple[str, ...]:
+def command(token_id: int) -> tuple[str, ...]:
     """What starts this engine in place of the plain one."""
-    return (sys.executable, "-P", str(Path(__file__).resolve()), "--poison", str(token_id), "--at", str(index))
+    return (sys.executable, "-P", str(Path(__file__).resolve()), "--poison", str(token_id))
 
 
-def is_poisoned(items: "Iterable[ScheduledSequence]", token_id: int, index: int) -> bool:
-    """Whether a step computes the logits of the output index for a prompt that holds the id."""
+def is_poisoned(items: "Iterable[ScheduledSequence]", token_id: int) -> bool:
+    """Whether a step computes the logits of `TROUBLE_INDEX` for a prompt that holds the id."""
     return any(
         item.num_samples
         and token_id in item.sequence.request.prompt_token_ids
-        and item.sequence.num_computed_tokens == item.sequence.num_prompt_tokens + index
+        and item.sequence.num_computed_tokens == item.sequence.num_prompt_tokens + TROUBLE_INDEX
         for item in items
     )
 
 
-def poison(token_id: int, index: int) -> None:
+def poison(token_id: int) -> None:
     """Let engines of this process die of such a prompt. Imports torch."""
     from engine.core import Engine
 
@@ -45,7 +45,7 @@ def poison(token_id: int, index: int) -> None:
 
     def deadly(engine: "Engine", items: Any, clock: Any) -> Any:
         logits = compute(engine, items, clock)
-        if is_poisoned(items, token_id, index):
+        if is_poisoned(items, token_id):
             os.kill(os.getpid(), signal.SIGKILL)
         return logits
 
@@ -55,12 +55,11 @@ def poison(token_id: int, index: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--poison", type=int, required=True)
-    parser.add_argument("--at", type=int, default=TROUBLE_INDEX)
     options, sys.argv[1:] = parser.parse_known_args()
     make_runner = serve._runner
 
     def poisoned_runner(*arguments: Any) -> Any:  # not before: `serve` has things to do before torch loads
-        poison(options.poison, options.at)
+        poison(options.poison)
         return make_runner(*arguments)
 
     serve._runner = poisoned_runner

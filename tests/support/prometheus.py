@@ -70,9 +70,9 @@ class Prometheus:
             return [Series({}, [_point(found["result"])])]
         return [Series(series["metric"], [_point(series["value"])]) for series in found["result"]]
 
-    def over(self, expr: str, start: float, end: float, step: float = SCRAPE_S) -> list[Series]:
+    def over(self, expr: str, start: float, end: float) -> list[Series]:
         """The answer over a time range."""
-        found = self._get("query_range", query=expr, start=start, end=end, step=step)
+        found = self._get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)
         return [Series(series["metric"], list(map(_point, series["values"]))) for series in found["result"]]
 
     def label_values(self, label: str, selector: str, start: float, end: float) -> list[str]:

@@ -30,13 +30,13 @@ def questions() -> tuple[str, ...]:
 
 
 @functools.cache
-def byte_level(vocab_size: int = 600) -> Tokenizer:
+def byte_level() -> Tokenizer:
     """GPT-2's kind: every byte has a token, and merges cross characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(questions(), trainer)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
     return tokenizer
