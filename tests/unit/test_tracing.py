@@ -55,7 +55,7 @@ def test_a_clock_that_is_set_back_makes_no_negative_span(kept: Collector, tracin
     one.first_token_at = one.claimed_at - 100
     tracing.note(one, "succeeded")
     tracing.stop()
-    assert [span.name for span in kept.spans if span.duration_s < 0] == []
+    assert min(span.duration_s for span in kept.spans) == 0
 
 
 def test_an_attempt_whose_body_nobody_looked_at_has_no_span(kept: Collector, tracing: Tracing) -> None:
