@@ -270,6 +270,16 @@ def test_delayed_jobs_of_the_purged_lane_fall_due_with_a_cancel_request(
     assert due[b"other"] == later_ms
 
 
+def test_a_purge_does_not_mean_a_later_job_of_the_same_id_in_another_lane(
+    admin: QueueAdmin, broker: Broker, redis_client: redis.Redis
+) -> None:
+    broker.enqueue("a", "low", b"one", delay_s=60)
+    redis_client.delete(admin.keys.job("a"))
+    broker.enqueue("a", "high", b"two", delay_s=90)
+    assert (admin.purge(["low"]), "cancel" in broker.job("a")) == (0, False)
+    assert (admin.purge(["high"]), "cancel" in broker.job("a")) == (1, True)
+
+
 def test_a_purged_job_stays_one_when_the_worker_that_came_to_it_leaves(admin: QueueAdmin, broker: Broker) -> None:
     broker.enqueue("a", "normal", b"")
     assert admin.purge() == 1

@@ -6,7 +6,8 @@ local asked, now = 0, text(now_ms())
 local reply = redis.call('ZSCAN', KEYS[1], ARGV[2], 'COUNT', ARGV[3])
 for i = 1, #reply[2], 2 do
   local id = reply[2][i]
-  if redis.call('HGET', job_key(id), 'state') == 'delayed' then
+  local state, lane = unpack(redis.call('HMGET', job_key(id), 'state', 'stream'))
+  if state == 'delayed' and delayed_key(lane) == KEYS[1] then -- else a later job of this id waits in another lane
     redis.call('HSET', job_key(id), 'cancel', '1')
     redis.call('ZADD', KEYS[1], 'XX', 'LT', now, id)
     asked = asked + 1
