@@ -141,11 +141,14 @@ class Throttle:
 
 
 def message_of(record: logging.LogRecord) -> str:
-    """What a library says; its words alone where the values do not fit them, for the mistake is not its caller's to pay for."""
+    """What a library says; its words alone where the values do not fit them, or of what has no words the kind.
+
+    The mistake is not its caller's to pay for.
+    """
     try:
         return record.getMessage()
     except Exception:  # noqa: BLE001  logging's own handlers let no such error out either
-        return str(record.msg)
+        return record.msg if isinstance(record.msg, str) else type(record.msg).__name__
 
 
 _log = get("python")

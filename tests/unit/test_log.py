@@ -97,13 +97,21 @@ def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.Captur
     assert (line["worker"], line["queue"]) == ("w-1", "other")
 
 
-def test_a_library_that_logs_by_mistake_what_cannot_be_formatted_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+class Wordless:
+    def __str__(self) -> str:
+        raise RuntimeError("a library's fault")
+
+
+@pytest.mark.parametrize(("words", "values", "text"), [("%d tokens", ["many"], "%d tokens"), (Wordless(), [], "Wordless")])
+def test_a_library_that_logs_by_mistake_what_cannot_be_formatted_goes_on(
+    capsys: pytest.CaptureFixture[str], words: object, values: list[object], text: str
+) -> None:
     log.configure(prompts=True)
     logger = logging.Logger("some.package")
     logger.addHandler(log._Library())
-    logger.warning("%d tokens", "many")
+    logger.warning(words, *values)
     [line] = lines(capsys)
-    assert (line["event"], line["text"]) == ("library_said", "%d tokens")
+    assert (line["event"], line["text"]) == ("library_said", text)
 
 
 def test_a_throttle_says_how_many_lines_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
