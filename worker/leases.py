@@ -51,6 +51,7 @@ class Leases(Background):
         self._stalled_for_s = stalled_for_s
         self._about = about
         self._renewed_at = time.monotonic()
+        self._renew_at = 0.0
         self._num_beats = 0
 
     def is_current(self) -> bool:
@@ -62,15 +63,15 @@ class Leases(Background):
         return time.monotonic() - self._renewed_at if self._inflight.num_held else 0.0
 
     def _run(self) -> None:
-        renew_at = beat_at = 0.0
+        beat_at = 0.0
         while not self._leave.is_set():
             now = self.turned_at = time.monotonic()
             try:
-                if now >= renew_at:
-                    self.renew()
-                    renew_at = now + self._settings.renew_s
+                self._renew_in_time()
                 if now >= beat_at:
                     self.beat()
+                    self._renew_in_time()  # each partition is asked by itself, and a server may be slow
+                    self.look()
                     beat_at = now + HEARTBEAT_S
             except LinkDownError:
                 self._link.pause()
@@ -78,7 +79,12 @@ class Leases(Background):
             except Exception:  # noqa: BLE001  without this thread every lease is lost
                 self._faults.write(_log.error, "renewal_failed", exc_info=True)
                 self._link.pause()
-            self._leave.wait(max(0.0, min(renew_at, beat_at) - time.monotonic()))
+            self._leave.wait(max(0.0, min(self._renew_at, beat_at) - time.monotonic()))
+
+    def _renew_in_time(self) -> None:
+        if (now := time.monotonic()) >= self._renew_at:
+            self.renew()
+            self._renew_at = now + self._settings.renew_s
 
     def renew(self) -> None:
         """Extend all leases, drop what others have taken, end what was cancelled."""
@@ -101,11 +107,14 @@ class Leases(Background):
                 self._inflight.ask(attempt, CANCELLED)
 
     def beat(self) -> None:
-        """Say that we live, read how full the queue is, and now and then sweep up behind workers that are gone."""
+        """Say that we live, and now and then sweep up behind workers that are gone."""
         self._link.call("heartbeat", lambda: self._broker.heartbeat(self._about()))
         if self._num_beats % CLEAN_BEATS == 0:
             self._link.call("clean_up", self._broker.clean_up)
         self._num_beats += 1
+
+    def look(self) -> None:
+        """Read how full the queue is."""
         is_paused, num_dead = self._link.call("queue_counts", self._broker.paused_and_dead)
         counts = self._link.call("queue_counts", self._broker.queue_counts)
         self._metrics.queue(counts, is_paused=is_paused, num_dead=num_dead)
