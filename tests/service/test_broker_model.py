@@ -36,6 +36,8 @@ class World:
         self.logged: dict[str, int] = {}
         self.promised: set[str] = set()
         self.last_attempt: dict[str, int] = {}
+        self.purged: set[tuple[str, str]] = set()
+        """Entries, after their lanes, that nobody had seen when their lane was purged."""
         self.trace: list[str] = []
 
     def step(self) -> None:
@@ -103,6 +105,7 @@ class World:
         suspects = [job.job_id for job in jobs if job.is_suspect]
         assert len(suspects) <= may, f"suspects {suspects} for a worker that may take {int(may)}"
         for job in jobs:
+            assert job.ending == "cancelled" or (job.lane, job.entry_id) not in self.purged, f"{job.job_id} outlived a purge"
             assert job.attempt > self.last_attempt.get(job.job_id, 0)
             self.last_attempt[job.job_id] = job.attempt
             self.logged[job.job_id] = job.num_logged
@@ -252,8 +255,10 @@ class World:
         )()
 
     def purge(self) -> None:
-        if self.random.random() < 0.3:
-            self.admin.purge([self.random.choice(LANES)])
+        lane = self.random.choice(LANES)
+        last = self.client.xinfo_groups(self.keys.lane(lane))[0]["last-delivered-id"].decode()
+        self.purged |= {(lane, entry.decode()) for entry, _ in self.client.xrange(self.keys.lane(lane), f"({last}")}
+        self.admin.purge([lane])
 
     def replay(self) -> None:
         jobs = self.admin.dead_jobs()
