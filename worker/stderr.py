@@ -7,12 +7,14 @@ with it, and jobs, leases and the engine with them. Leaves what a line says to `
 2. What there is no room for is kept, up to `MAX_KEPT_BYTES`, and goes first when there is; what comes then is lost, by lines.
 3. A write never fails, and waits for `PATIENCE_S` at most: once, until there is room again.
 4. A terminal has room as soon as it has some, and a write of more waits for the rest: for as long as a connection stands still.
-   So it is opened anew for each write, not to wait; what the shell shares with us stays as it is.
+   Of a pipe another process may take the room that was just seen. So either is opened anew for each write, not to wait; what
+   others share with us stays as it is.
 """
 
 import contextlib
 import os
 import select
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ MAX_KEPT_BYTES = 1 << 20
 PATIENCE_S = 0.05
 EXIT_S = 1.0
 """How long a process that leaves waits for a reader."""
+REST_S = 0.001
 AT_ONCE = select.PIPE_BUF
 """So many bytes a pipe that has any room takes without a wait."""
 
@@ -64,12 +67,14 @@ class Stderr:
         with _unwaiting(self._fd) as fd:
             self._is_full = False
             while self._kept and not self._is_full:
-                self._is_full = not (self._has_room(max(0.0, until - time.monotonic())) and self._has_written(fd))
+                is_written = self._has_room(max(0.0, until - time.monotonic())) and self._has_written(fd)
+                self._is_full = not is_written and time.monotonic() >= until
 
     def _has_written(self, fd: int) -> bool:
         try:
             written = os.write(fd, self._kept[:AT_ONCE])
-        except BlockingIOError:
+        except BlockingIOError:  # less room than it takes, or somebody else has it
+            time.sleep(REST_S)
             return False
         except OSError:
             written = len(self._kept)  # nobody reads it any more, or it cannot be stored
@@ -84,10 +89,11 @@ class Stderr:
 
 @contextlib.contextmanager
 def _unwaiting(fd: int) -> Iterator[int]:
-    """`fd`, or of a terminal one that never waits."""
+    """`fd`, or of a terminal or a pipe one that never waits."""
     try:
-        own = os.open(f"/dev/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC) if os.isatty(fd) else None
-    except OSError:  # somebody else's
+        is_shared = stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd)
+        own = os.open(f"/dev/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC) if is_shared else None
+    except OSError:  # somebody else's, or closed
         own = None
     try:
         yield fd if own is None else own

@@ -94,6 +94,34 @@ def test_a_stream_that_fails_is_no_trouble(pipe: Pipe, monkeypatch: pytest.Monke
     assert pipe.read(5) == "next\n"
 
 
+def test_a_pipe_whose_room_another_process_takes_is_not_waited_for(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Stderr, "_has_room", lambda *_: True)
+        writing = threading.Thread(target=write_beyond, args=(pipe, 10_000), daemon=True)
+        writing.start()
+        writing.join(5)
+        assert not writing.is_alive()
+    assert pipe.read_all() == LINE * (75_536 // len(LINE) + 1)
+
+
+def test_who_leaves_writes_all_when_another_process_took_the_room_for_a_moment(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stderr, "EXIT_S", 5)
+    refusals, write = [BlockingIOError()] * 3, os.write
+
+    def write_at_last(fd: int, data: bytes) -> int:
+        if refusals:
+            raise refusals.pop()
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_at_last)
+    pipe.stream._kept += LINE.encode()
+    pipe.stream.drain()
+    assert not pipe.stream._kept
+    assert pipe.read(2000) == LINE
+
+
 def test_a_terminal_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stderr, "EXIT_S", 0.01)
     reader, terminal = pty.openpty()
