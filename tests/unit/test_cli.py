@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from engine.errors import ConfigError, ModelUnsupported
-from worker import cli, command, process
+from worker import cli, command, engine_options, process
 from worker.broker import Broker, EnqueueReply
 from worker.claims import Finish
 from worker.client import Client
@@ -254,7 +254,7 @@ def test_each_device_has_an_engine(started: list[Settings], options: list[str], 
 def test_without_a_choice_the_first_gpu_is_taken_where_there_is_one(
     started: list[Settings], monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(engine_options, "visible_gpus", lambda: gpus)
     command.run(cli.cli, ["start"])
     assert started[0].engine.device == device
     assert "device_chosen" in capsys.readouterr().err
