@@ -23,7 +23,7 @@ from worker.connection import hear, publish, subscribe
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.frames import FINAL_STATES
 from worker.keys import GROUP, LANES, Keys
-from worker.lua import Scripts
+from worker.lua import Call, Scripts
 from worker.wire import MAX_BODY_BYTES
 
 ENDED: Final = tuple(state.encode() for state in FINAL_STATES)
@@ -48,10 +48,10 @@ _group_lines = log.Throttle()
 @dataclass(frozen=True, slots=True)
 class EnqueueReply:
     """`job_id` is the job in the queue, which an idempotency key may have chosen; `full` says when to come again, `closed` that
-    the queue takes nothing until it is opened again.
+    the queue takes nothing until it is opened again, `cancelled` that its batch was.
     """
 
-    status: Literal["queued", "delayed", "duplicate", "full", "closed"]
+    status: Literal["queued", "delayed", "duplicate", "full", "closed", "cancelled"]
     job_id: str
     retry_after_s: float = 0.0
 
@@ -142,17 +142,33 @@ class Broker:
         `lane` is high, normal or low; `body` is msgpack, as wire.encode_body makes it, and is not looked at; it can be claimed
         after `delay_s`; `deadline_ms` is unix time. Tenant and batch are kept with the job.
         """
+        kept = {"deadline_ms": deadline_ms, "tenant": tenant, "batch": batch_id}
+        call = self._enqueue_call(job_id, lane, body, kept, idempotency_key, max_queued, delay_s)
+        return _enqueue_reply(self._scripts.run("enqueue", call[0], *call[1]))
+
+    def enqueue_many(self, jobs: Sequence[tuple[str, bytes]], lane: str, batch_id: str) -> list[EnqueueReply]:
+        """Adds the jobs of a batch, each an id and a body, in one pipeline."""
+        calls = [self._enqueue_call(job_id, lane, body, {"batch": batch_id}) for job_id, body in jobs]
+        return [_enqueue_reply(reply) for reply in self._scripts.run_many("enqueue", calls)]
+
+    def _enqueue_call(
+        self,
+        job_id: str,
+        lane: str,
+        body: bytes,
+        kept: Mapping[str, str | int | None],
+        idempotency_key: str | None = None,
+        max_queued: int | None = None,
+        delay_s: float = 0.0,
+    ) -> Call:
         of_job = (self.keys.lane(lane), self.keys.job(job_id))
         keys = [*of_job, self.keys.done, self.keys.config, *self.keys.lanes, *self.keys.delayed_lanes]
         if idempotency_key is not None:
             keys.append(self.keys.idempotency(idempotency_key))
-        kept = {"deadline_ms": deadline_ms, "tenant": tenant, "batch": batch_id}
         pairs = [part for name, value in kept.items() if value is not None for part in (name, value)]
         bound = "" if max_queued is None else max_queued
         args = (job_id, body, bound, names.IDEMPOTENCY_TTL_S, int(delay_s * 1000), *pairs)
-        reply = self._scripts.run("enqueue", keys, self.keys.prefix, *args)
-        status, known, retry_after_ms = (part.decode() for part in reply)
-        return EnqueueReply(status, known, int(retry_after_ms) / 1000)
+        return keys, (self.keys.prefix, *args)
 
     def fetch(self, free: int, *, aging: int = 64, may_take_suspect: bool = True) -> list[Delivery]:
         """Claims up to `free` jobs: high before normal before low, in each lane a suspect, then released, then new ones.
@@ -361,6 +377,11 @@ class Broker:
         end = [finish.state, finish.code, finish.result, finish.end_frame, self.keys.channel(job.job_id), finish.result_ttl_s]
         notes = [finish.batch_id or "", finish.error, names.DONE_MAXLEN, names.DEAD_MAXLEN]
         return [self.keys.prefix, job.job_id, *guard, *end, *notes]
+
+
+def _enqueue_reply(reply: Sequence[bytes]) -> EnqueueReply:
+    status, known, retry_after_ms = (part.decode() for part in reply)
+    return EnqueueReply(status, known, int(retry_after_ms) / 1000)  # type: ignore[arg-type]
 
 
 def _claims(deliveries: Iterable[Delivery]) -> list[str]:

@@ -149,6 +149,8 @@ class Client:
 
     def _refuse_unless_taken(self, reply: EnqueueReply, max_queued: int | None) -> None:
         queue = f"queue {self._keys.queue}"
+        if reply.status == "cancelled":
+            raise InvalidJob("batch_id", reply.job_id, "of a batch that was not cancelled")
         if reply.status == "closed":
             remedy = f"`worker queue resume --queue {shlex.quote(self._keys.queue)}` reopens it"
             raise QueueClosed(f"{queue}: closed: it takes no jobs while it is drained; {remedy}", CLOSED_S)

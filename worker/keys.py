@@ -70,6 +70,7 @@ class Keys:
         self.workers = f"{self.prefix}workers"
         self.cursor = f"{self.prefix}cursor"
         self.config = f"{self.prefix}cfg"
+        self.batches = f"{self.prefix}batches"
         self.delayed_lanes = tuple(self.delayed(priority) for priority in LANES)
 
     def lane(self, priority: str) -> str:
@@ -105,6 +106,10 @@ class Keys:
     def idempotency(self, key: str) -> str:
         """Job id that an idempotency key stands for."""
         return f"{self.prefix}idem:{key}"
+
+    def batch(self, batch_id: str) -> str:
+        """Hash with what a batch is, and how many of its jobs were added and have ended."""
+        return f"{self.prefix}batch:{batch_id}"
 
     def scratch(self, trial: str, kind: str) -> str:
         """Key that `worker doctor` tries its rights on; deleted at once."""

@@ -1,6 +1,6 @@
 -- Shared text that worker/lua.py puts in front of every script, after the constants that Python decides (GROUP, RELEASED, SUSPECTS,
 -- JOB_TTL_S; ENDED, LANES and PSEUDO as sets) and PUBLISH, the command (SPUBLISH where the server is a cluster). It relies on
--- ARGV[1] being the queue's key prefix; job:, tok: and res: keys are built from it, all in the queue's hash slot. No script
+-- ARGV[1] being the queue's key prefix; job:, tok:, res: and batch: keys are built from it, all in the queue's hash slot. No script
 -- decodes a payload: Lua's numbers lose integers above 2^53, so ids, seeds and counts travel as text.
 
 local prefix = ARGV[1]
@@ -17,6 +17,7 @@ end
 
 local function job_key(id) return prefix .. 'job:' .. id end
 local function log_key(id) return prefix .. 'tok:' .. id end
+local function batch_key(id) return prefix .. 'batch:' .. id end
 local function parked_key(id) return prefix .. 'parked:' .. id end
 local function result_key(id) return prefix .. 'res:' .. id end
 local function lane_key(lane) return prefix .. 'jobs:' .. lane end
@@ -46,6 +47,13 @@ end
 local function change(id, ...)
   redis.call('HSET', job_key(id), ...)
   redis.call('EXPIRE', job_key(id), JOB_TTL_S)
+end
+
+-- Counts in a batch's record. A producer that only names a batch has made none, and gets none.
+local function tally(batch, count, by)
+  if not batch or redis.call('EXISTS', batch_key(batch)) == 0 then return end
+  redis.call('HINCRBY', batch_key(batch), count, by)
+  redis.call('EXPIRE', batch_key(batch), JOB_TTL_S)
 end
 
 -- A job that has never run, in this entry ('' = none yet) of this lane, and more fields of its hash.

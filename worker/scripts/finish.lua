@@ -35,6 +35,7 @@ redis.call('EXPIRE', log, ttl)
 redis.call('EXPIRE', job, ttl)
 if alias then redis.call('EXPIRE', job_key(alias), ttl) end
 redis.call('XADD', done, 'MAXLEN', '~', ARGV[15], '*', 'id', id, 'state', state, 'batch', batch or ARGV[13], 'code', code)
+tally(batch, state, 1)
 if state == 'dead' then bury() end
 drop(lane, entry)
 publish(channel, frame)

@@ -28,5 +28,6 @@ begin(id, at, lane, now_ms())
 for name, value in pairs({ deadline_ms = deadline, tenant = tenant, batch = batch }) do
   if value then redis.call('HSET', job, name, value) end
 end
+if state == 'dead' then tally(batch, 'dead', -1) end
 for i = 3, #ARGV do redis.call('XDEL', dead, ARGV[i]) end
 return 'queued'
