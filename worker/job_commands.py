@@ -314,16 +314,9 @@ class _Answers:
         """Tell once why nobody takes the job: a misspelt queue, or a paused one, looks like a slow one."""
         if self._was_told_unserved or state not in (None, "queued", "delayed") or time.monotonic() - self._started < UNSERVED_S:
             return
-        if why := self._why_nobody_takes_it():
+        if why := why_nobody_takes(self._server, self._broker):
             self._was_told_unserved = True
             note(why)
-
-    def _why_nobody_takes_it(self) -> str | None:
-        if not self._broker.has_worker():
-            return f"no worker serves queue {self._queue} yet; waiting; start one with {command_line('worker', 'start')}"
-        if self._server.hget(self._broker.keys.config, "paused") == b"1":
-            return f"queue {self._queue} is paused; waiting; {command_line('worker', 'queue', 'resume')} ends that"
-        return None
 
     def _what_goes_on(self) -> str:
         """The jobs that were not shown and have not ended, and what ends them."""
@@ -345,3 +338,12 @@ def _explain(ended: Result) -> None:
     if ended.state != "succeeded":
         why = ": ".join(filter(None, (ended.state, ended.code if ended.code != ended.state else None, ended.error)))
         note(f"job {ended.id}: {why}")
+
+
+def why_nobody_takes(server: Any, broker: Broker) -> str | None:
+    """What keeps jobs of a queue waiting, other than jobs; None where nothing does."""
+    if not broker.has_worker():
+        return f"no worker serves queue {broker.keys.queue} yet; waiting; start one with {command_line('worker', 'start')}"
+    if server.hget(broker.keys.config, "paused") == b"1":
+        return f"queue {broker.keys.queue} is paused; waiting; {command_line('worker', 'queue', 'resume')} ends that"
+    return None

@@ -2,6 +2,7 @@
 
 import click
 
+from worker.batch.queue_commands import COMMANDS
 from worker.batch.verify import verify
 from worker.command import Group
 
@@ -12,3 +13,5 @@ def batch() -> None:
 
 
 batch.add_command(verify)
+for command in COMMANDS:
+    batch.add_command(command)
