@@ -117,7 +117,7 @@ class Client:
                 delay_s=delay_s,
             )
         )
-        self._refuse_unless_taken(reply, max_queued)
+        self._refuse_unless_taken(reply, max_queued, job.batch_id)
         return reply.job_id
 
     def stream(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> "JobStream":
@@ -147,10 +147,10 @@ class Client:
         refuse_unwritable(job_id)
         return self._call(lambda: self._state(job_id))
 
-    def _refuse_unless_taken(self, reply: EnqueueReply, max_queued: int | None) -> None:
+    def _refuse_unless_taken(self, reply: EnqueueReply, max_queued: int | None, batch_id: str | None) -> None:
         queue = f"queue {self._keys.queue}"
         if reply.status == "cancelled":
-            raise InvalidJob("batch_id", reply.job_id, "of a batch that was not cancelled")
+            raise InvalidJob("batch_id", batch_id, "of a batch that was not cancelled")
         if reply.status == "closed":
             remedy = f"`worker queue resume --queue {shlex.quote(self._keys.queue)}` reopens it"
             raise QueueClosed(f"{queue}: closed: it takes no jobs while it is drained; {remedy}", CLOSED_S)

@@ -126,7 +126,8 @@ def submit(server: EmbeddedServer, given: Path) -> None:
 
 
 def _jobs(client: redis.Redis) -> list[bytes]:
-    return list(client.scan_iter(f"{KEYS.job('')}*", count=1000))
+    kinds = (KEYS.job(""), KEYS.log(""), KEYS.result(""))
+    return [key for kind in kinds for key in client.scan_iter(f"{kind}*", count=1000)]
 
 
 class _Sampler:

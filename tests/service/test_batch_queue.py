@@ -23,6 +23,8 @@ from worker.batch import ledger as ledger_module
 from worker.batch import queue_commands, queue_road
 from worker.batch.ledger import Ledger
 from worker.broker import Broker
+from worker.client import Client
+from worker.errors import InvalidJob
 from worker.keys import Keys
 
 Run = Callable[..., int]
@@ -402,3 +404,21 @@ def test_lines_that_failed_alone_are_run_again_and_what_succeeded_stays(
     found = ledger.find(batch_id)
     assert (found["added"], found["succeeded"], found["failed"]) == (NUM_LINES, NUM_LINES - 3, 0)
     assert redis_client.exists(Keys(queue).result(jobs[5].job_id))
+
+
+def test_a_retry_that_was_killed_half_way_is_gone_on_with(
+    batch: Run, given: Path, broker: Broker, ledger: Ledger, capsys: Capture
+) -> None:
+    batch_id = added(batch, given, capsys)
+    broker.finish([end_of(job, "failed") for job in broker.fetch(3)])
+    ledger.open(batch_id, retrying="1 2 3")
+    ledger.forget([f"{batch_id}-{i}" for i in (1, 2)])
+    assert batch("retry-failed", batch_id) == 0
+    assert (ledger.find(batch_id)["added"], ledger.find(batch_id).num_ended) == (NUM_LINES, 0)
+
+
+def test_a_client_cannot_add_to_a_batch_that_was_cancelled(ledger: Ledger, redis_client: redis.Redis, queue: str) -> None:
+    ledger.open("b", total=1)
+    ledger.close("b")
+    with pytest.raises(InvalidJob, match="batch_id: b: of a batch that was not cancelled"):
+        Client(redis_client, queue).enqueue("w5", batch_id="b")
