@@ -179,6 +179,15 @@ def test_the_order_of_the_input_holds_within_a_small_window(served: Run, given: 
     assert ids(out) == [f"c{i}" for i in range(1, NUM_LINES + 1)]
 
 
+def test_bodies_that_fill_the_memory_set_aside_for_them_go_one_at_a_time(
+    served: Run, given: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bound in ("WINDOW_BYTES", "PAGE_BYTES"):
+        monkeypatch.setattr(queue_road, bound, 1)
+    assert served("submit", "-i", given, "-o", out) == 0
+    assert ids(out) == [f"c{i}" for i in range(1, NUM_LINES + 1)]
+
+
 def test_a_line_that_fails_and_a_bad_one_are_error_lines(served: Run, tmp_path: Path, out: Path, errors: Path) -> None:
     lines = (line(1), line(2, model="another"), line(3, temperature=-1), line(4))
     given = write_lines(tmp_path / "in.jsonl", *lines)

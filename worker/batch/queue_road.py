@@ -24,6 +24,8 @@ from worker.wire import encode_body
 
 WINDOW_BYTES: Final = 64 << 20
 """Bodies of unfinished lines that are kept here, to be added again should the server lose them."""
+PAGE_BYTES: Final = 8 << 20
+"""Bodies that one call adds; it may overshoot by one."""
 BLOCK_S: Final = 0.5
 LOOK_S: Final = 5.0
 """How often the jobs themselves are looked at: ends may have passed unheard, or a server have lost what it had."""
@@ -80,8 +82,9 @@ def submit(ledger: Ledger, batch: Batch, watch: Watch) -> Tally:
     """Add all lines that are not there yet, waiting for room where the queue has none."""
     ledger.open(batch.batch_id, **batch.facts)
     tally = Tally()
-    for lines in pages(batch.plan.todo()):
-        counts = _add_all(ledger, batch, [batch.job_of(line) for line in lines], watch)
+    todo = batch.plan.todo()
+    while jobs := _take(batch, todo, PAGE):
+        counts = _add_all(ledger, batch, jobs, watch)
         tally.added += counts["queued"]
         tally.known += counts["duplicate"]
         watch.progress(tally.added + tally.known)
@@ -89,6 +92,18 @@ def submit(ledger: Ledger, batch: Batch, watch: Watch) -> Tally:
             tally.is_cancelled = True
             break
     return tally
+
+
+def _take(batch: Batch, todo: Iterator[BatchLine], at_most: int) -> list[Job]:
+    """The next lines as jobs, few of them where they are big."""
+    jobs: list[Job] = []
+    size = 0
+    for line in islice(todo, at_most):
+        jobs.append(batch.job_of(line))
+        size += len(jobs[-1][1])
+        if size >= PAGE_BYTES:
+            break
+    return jobs
 
 
 def _add_all(ledger: Ledger, batch: Batch, jobs: Sequence[Job], watch: Watch) -> Counter[str]:
@@ -151,7 +166,7 @@ class Collector:
     def _fill(self) -> bool:
         """Add while there is room in the window and on the queue; whether there is more to add."""
         while not self.tally.is_cancelled and time.monotonic() >= self._not_before:
-            jobs = self._refused or [self.batch.job_of(line) for line in islice(self._todo, self._room())]
+            jobs = self._refused or _take(self.batch, self._todo, self._room())
             self._refused = []
             if not jobs:
                 self._is_read = self._is_read or self._room() > 0
@@ -303,9 +318,9 @@ def retry_failed(ledger: Ledger, batch: Batch, watch: Watch) -> int:
     failed |= set(map(int, record.fields.get("retrying", "").split()))  # of a call that was killed half way
     ledger.reopen(batch.batch_id)
     num_done = 0
-    for lines in pages(line for line in batch.plan.todo() if line.number in failed):
-        jobs = [batch.job_of(line) for line in lines]
-        ledger.open(batch.batch_id, retrying=" ".join(str(line.number) for line in lines))
+    todo = (line for line in batch.plan.todo() if line.number in failed)
+    while jobs := _take(batch, todo, PAGE):
+        ledger.open(batch.batch_id, retrying=" ".join(str(number_of(each)) for each, _ in jobs))
         ledger.forget([each for each, _ in jobs])
         _add_all(ledger, batch, jobs, watch)
         ledger.open(batch.batch_id, retrying="")
