@@ -21,7 +21,9 @@ def completion(**body: Any) -> dict[str, Any]:
 
 
 def parsed(line: object, rules: Rules = Rules(), number: int = 1) -> BatchLine | BadLine:  # noqa: B008
-    return parse_line(number, line if isinstance(line, bytes) else json.dumps(line).encode(), rules)
+    return parse_line(
+        number, line if isinstance(line, bytes) else json.dumps(line).replace("Infinity", "1e999").encode(), rules
+    )
 
 
 def good(line: object, rules: Rules = Rules()) -> dict[str, Any]:  # noqa: B008
@@ -144,6 +146,9 @@ def test_what_changes_no_answer_is_accepted_and_left_out(unused: dict[str, Any])
             request(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]),
             *("invalid_value", "messages[0].content[0]", "must have a text"),
         ),
+        (request(messages=[{"role": "user", "content": "\ud800"}]), "invalid_value", "messages", "lone surrogate"),
+        (request(seed=2**64), "invalid_value", "seed", "64 bits"),
+        (request(temperature=float("1e999")), "invalid_value", "temperature", "not finite"),
         (completion(prompt=None), "missing_required_parameter", "prompt", "missing"),
         (completion(prompt=["a", "b"]), "invalid_value", "prompt", "2 prompts in one line"),
         (completion(prompt=[]), "invalid_value", "prompt", "token ids"),
@@ -182,10 +187,6 @@ def test_a_line_that_cannot_be_served_says_why(line: dict[str, Any], code: str, 
         (b'{"a":' * 30_000, "nested deeper than 32"),
         (b'{"a": ' + b"9" * 5000 + b"}", "an integer beyond 64 bits"),
         (b'"' + b"x" * MAX_BODY_BYTES, f"more than {MAX_BODY_BYTES} bytes"),
-        (b'{"custom_id": "a", "body": "\\ud800"}', "lone surrogate"),
-        (b'{"custom_id": "a", "body": 1e999}', "not finite"),
-        (b'{"custom_id": "a", "body": 18446744073709551616}', "beyond 64 bits"),
-        (b'{"custom_id": "a", "body": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else "",
 )
@@ -258,6 +259,13 @@ def test_a_row_needs_a_text_and_an_id(row: dict[str, Any], param: str) -> None:
     found = parse_line(3, row, Rules(prompt_column="p", id_column="i"))
     assert isinstance(found, BadLine)
     assert found.param == param
+
+
+def test_a_body_that_grows_over_the_limit_is_refused() -> None:
+    start, end = json.dumps(completion(prompt="@")).split("@")
+    line = start + "x" * (MAX_BODY_BYTES - len(start + end)) + end
+    assert "8388" in bad(line.encode()).message
+    assert isinstance(parse_line(1, {"p": "x" * MAX_BODY_BYTES}, Rules(prompt_column="p")), BadLine)
 
 
 def test_a_cell_that_was_not_utf_8_is_refused() -> None:
