@@ -267,6 +267,11 @@ def test_what_cannot_be_created_is_refused(source: Path, tmp_path: Path, path: s
         run(source, out=tmp_path / path, resume=True)
 
 
+def test_what_is_no_regular_file_is_refused(source: Path) -> None:
+    with pytest.raises(InvalidOption, match="--output: /dev/null: no regular file"):
+        run(source, out=Path("/dev/null"), resume=True)
+
+
 def test_what_failed_before_its_first_line_is_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
     path = write_input(tmp_path / "in.jsonl", "ab")
     with pytest.raises(RuntimeError), output_for(path):

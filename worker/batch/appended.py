@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -169,6 +170,8 @@ def _open(path: Path, option: str, flags: int) -> int:
         problem = "is there already; go on with --resume, or" if is_there else f"{error.strerror};"
         raise InvalidOption(f"{option}: {path}: {problem} write to another file") from None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise InvalidOption(f"{option}: {path}: no regular file; lines are synced, and read again when resumed")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), path.stat()):  # whoever had it has just replaced it
             raise BlockingIOError
