@@ -10,6 +10,7 @@ from worker.batch.lines import BatchLine
 from worker.claims import Blame, Delivery, Emission, Finish
 from worker.errors import InvalidOption
 from worker.frames import Result, encode_result
+from worker.verdict import DEAD_REMEDY
 
 
 def line(number: int, **body: object) -> BatchLine:
@@ -142,6 +143,14 @@ def test_a_file_that_cannot_be_read_to_its_end_ends_the_run_in_one_line() -> Non
     broker.fetch(1)
     with pytest.raises(InvalidOption, match=r"^--input: cannot be read any more: OSError: gone; .*--resume$"):
         broker.fetch(1)
+
+
+def test_the_error_of_a_line_that_is_given_up_names_no_command_of_a_server() -> None:
+    broker = broker_of(1)
+    [delivery] = broker.fetch(1)
+    result = Result(id=delivery.job_id, state="dead", code="dead_letter", error=f"crashes: 2 times{DEAD_REMEDY}")
+    broker.finish([Finish(delivery, "dead", "dead_letter", encode_result(result), b"")])
+    assert broker.ended.get_nowait().error == "crashes: 2 times"
 
 
 def test_who_waits_is_told_when_a_line_has_ended() -> None:

@@ -23,6 +23,7 @@ from worker.batch.lines import BatchLine
 from worker.claims import Blame, Delivery, Emission, EmitReply, Finish
 from worker.errors import InvalidJob, InvalidOption, SlotmillError
 from worker.frames import Result, decode_result
+from worker.verdict import DEAD_REMEDY
 from worker.wire import encode_body
 
 LANE = "normal"
@@ -225,8 +226,9 @@ class FileBroker:
         return "ok"
 
     def _put(self, result: Result, line: BatchLine) -> None:
-        """With the line's own metadata: a body that could not be read has none."""
-        self.ended.put(replace(result, metadata=line.body["metadata"]))
+        """With the line's own metadata, as a body that could not be read has none; no dead job is kept anywhere."""
+        error = result.error and result.error.removesuffix(DEAD_REMEDY)
+        self.ended.put(replace(result, metadata=line.body["metadata"], error=error))
 
     def _give_back(self, entry: _Entry, blame: Blame) -> None:
         """As worker/scripts/_give_back.lua, which draws the table."""
