@@ -1,4 +1,4 @@
-"""The command line: `worker start`, `enqueue`, `job`, `queue`, `dead`, `redis`, `model`, `doctor`, `top`, `demo`.
+"""The command line: `worker start`, `enqueue`, `job`, `batch`, `queue`, `dead`, `redis`, `model`, `doctor`, `top`, `demo`.
 
 Relies on `command` for what commands share. Leaves the work to the modules that each command imports when it runs, so that
 `worker --help` is quick and no client command loads what the worker needs.
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 
 from worker import log
+from worker.batch.command import batch
 from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.doctor.command import doctor
 from worker.engine_options import check_device, engine_options, engine_settings
@@ -110,6 +111,7 @@ def start(
 
 cli.add_command(enqueue)
 cli.add_command(job)
+cli.add_command(batch)
 cli.add_command(queue_group)
 cli.add_command(dead_group)
 

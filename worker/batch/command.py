@@ -1,0 +1,14 @@
+"""The group `worker batch`. Its commands stand with what they do; what they share is in `options`."""
+
+import click
+
+from worker.batch.verify import verify
+from worker.command import Group
+
+
+@click.group(cls=Group)
+def batch() -> None:
+    """Files of requests, as OpenAI's batch API takes them."""
+
+
+batch.add_command(verify)
