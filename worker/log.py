@@ -119,6 +119,8 @@ def _who_and_what_first(_logger: Any, _method: str, entry: structlog.typing.Even
 
 
 def _as_a_command(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> str:
+    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
+        raise structlog.DropEvent
     del entry["timestamp"], entry["level"], entry["part"]
     event = str(entry.pop("event")).replace("_", " ")
     return " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])

@@ -2,6 +2,7 @@
 
 import click
 
+from worker.batch.run_command import run
 from worker.batch.verify import verify
 from worker.command import Group
 
@@ -11,4 +12,5 @@ def batch() -> None:
     """Files of requests, as OpenAI's batch API takes them."""
 
 
+batch.add_command(run)
 batch.add_command(verify)

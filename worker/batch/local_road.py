@@ -49,12 +49,16 @@ class Summary:
     ended_at: float = 0.0
     slot_steps: Mapping[str, int] = field(default_factory=dict)
     """Places in steps, by what they were used for."""
-    is_interrupted: bool = False
 
     @property
     def seconds(self) -> float:
         """From the first engine that was ready until now, or until the end."""
         return 0.0 if self.ready_at is None else (self.ended_at or time.monotonic()) - self.ready_at
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens in a second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def add(self, result: Result, *, is_error: bool) -> None:
         """Count one line."""
@@ -103,7 +107,9 @@ class LocalRoad:
         )
 
     def run(self) -> Summary:
-        """Go through the file until its end or a signal; what has ended is written then. `EngineUnavailable` for none."""
+        """Go through the file. `KeyboardInterrupt` after a signal, `EngineUnavailable` without an engine: what has ended is
+        written then.
+        """
         parts = (self._publisher, self._fleet)
         with self._signals_noted():
             try:
@@ -117,7 +123,8 @@ class LocalRoad:
             self._write()
         if self._fleet.failure is not None:
             raise EngineUnavailable(f"no engine: {self._fleet.failure}")
-        self.summary.is_interrupted = not self._broker.is_done
+        if not self._broker.is_done:
+            raise KeyboardInterrupt
         self.summary.slot_steps = self._slot_steps()
         return self.summary
 
