@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from bench.batch_files import Road, growth, sampled, write_lines
 from engine.request import Request, SamplingParams
@@ -46,6 +47,18 @@ def test_every_line_has_its_own_answer_as_openai_writes_it(batch_of: MakeBatch, 
     assert summary["generated_tokens"] == sum(body.usage.completion_tokens for body in told.values() if body.usage)
     assert summary["slot_steps"]["decode"] > 0
     assert re.search(r"^worker: batch: 300 lines, 0 of them errors, .* tokens/s; slots: decode \d+%", told_last, re.MULTILINE)
+
+
+def test_a_real_model_answers_a_chat_as_openai_writes_it(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 3, "temperature": 0, "logprobs": True}
+    chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    batch = BatchRun(tmp_path, None, [chat, chat | {"custom_id": "b"}])
+    batch.run("--order", "input")
+    first, second = [ChatCompletion.model_validate(answer["response"]["body"]).choices[0] for answer in batch.answers()]
+    assert first.message.content
+    assert first.message.content == second.message.content
+    assert first.logprobs is not None
+    assert len(first.logprobs.content or ()) == 3
 
 
 def test_bad_lines_are_told_and_the_others_run(batch_of: MakeBatch) -> None:

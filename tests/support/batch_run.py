@@ -22,9 +22,9 @@ def request(number: int, max_tokens: int = 4, prompt: str = "", **body: Any) -> 
 
 
 class BatchRun:
-    """One batch: its files, and runs of the command over them."""
+    """One batch: its files, and runs of the command over them; without a model with the real engine and its default one."""
 
-    def __init__(self, folder: Path, model: Path, lines: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, folder: Path, model: Path | None, lines: Sequence[dict[str, Any]]) -> None:
         self.source, self.out = folder / "in.jsonl", folder / "out.jsonl"
         self.errors = folder / "out.errors.jsonl"
         self.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -34,8 +34,12 @@ class BatchRun:
     def command(self, *options: str, delay_s: float = 0.0, engine: Sequence[str] = ()) -> list[str]:
         """The command line."""
         started_by = shlex.join(engine or fake_engine.command(delay_s))
-        of_engine = ["--model", str(self._model), "--served-name", "fake", "--cpu", "--engine-command", started_by]
-        return [sys.executable, "-m", "worker.cli", "batch", "run", *self.files, *of_engine, *options]
+        of_engine = ["--model", str(self._model), "--served-name", "fake", "--engine-command", started_by]
+        return [
+            *(sys.executable, "-m", "worker.cli", "batch", "run", "--cpu", *self.files),
+            *(of_engine if self._model else ()),
+            *options,
+        ]
 
     def start(self, *options: str, **more: Any) -> psutil.Popen:
         """Start the command; what it says is text."""
