@@ -165,10 +165,9 @@ def _open(path: Path, option: str, flags: int) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | flags, 0o666)
     except OSError as error:
-        known = {errno.EEXIST: "is there already; go on with --resume, or write to another file"}
-        raise InvalidOption(
-            f"{option}: {path}: {known.get(error.errno or 0, f'{error.strerror}; write to another place')}"
-        ) from None
+        is_there = error.errno == errno.EEXIST
+        problem = "is there already; go on with --resume, or" if is_there else f"{error.strerror};"
+        raise InvalidOption(f"{option}: {path}: {problem} write to another file") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), path.stat()):  # whoever had it has just replaced it
@@ -176,9 +175,7 @@ def _open(path: Path, option: str, flags: int) -> int:
         sync_directory(path.parent)
     except BlockingIOError:
         os.close(fd)
-        raise InvalidOption(
-            f"{option}: {path}: another process writes it; wait for its end, or write to another file"
-        ) from None
+        raise InvalidOption(f"{option}: {path}: another process writes it; wait for its end, or write elsewhere") from None
     except BaseException:
         os.close(fd)
         raise

@@ -22,6 +22,8 @@ MAX_CUSTOM_ID_CHARS = 512
 ID_PREFIX = "batch_req_"
 REFUSAL_PREFIX = "batch_req_line-"
 """Of the ids of error lines whose request was never made, before the number of its line."""
+SURELY_FITS = MAX_BODY_BYTES - (64 << 10)
+"""Bytes of a line whose body cannot be too large: msgpack is shorter than JSON, but for a few numbers and the metadata."""
 
 _CUSTOM_ID = f"text of 1 to {MAX_CUSTOM_ID_CHARS} characters, in quotes"
 _NEVER_RAN = {"expired": "batch_expired", "cancelled": "batch_cancelled"}
@@ -90,7 +92,6 @@ def parse_line(number: int, record: bytes | Mapping[str, Any], rules: Rules) -> 
     try:
         line = _read(record) if isinstance(record, bytes) else _row(number, record, rules)
         custom_id = _custom_id(line)
-        codec.check(line)
         endpoint, request = _request(line)
         fields = job_fields(endpoint, request, rules.max_tokens)
         body = fields | {
@@ -100,7 +101,8 @@ def parse_line(number: int, record: bytes | Mapping[str, Any], rules: Rules) -> 
         }
         check_job(body, request)
         _check_model(body, rules)
-        encode_body(body)
+        if not isinstance(record, bytes) or len(record) > SURELY_FITS:
+            encode_body(body)
     except RefusedError as error:
         return BadLine(number, error.code, str(error), error.param, custom_id)
     except codec.MalformedError as error:

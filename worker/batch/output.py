@@ -8,14 +8,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from worker.batch.appended import AppendedFile, replace_file
-from worker.batch.lines import REFUSAL_PREFIX, BadLine, Outcome, refusal_of
+from worker.batch.lines import REFUSAL_PREFIX, Outcome, refusal_of
 from worker.batch.plan import BAD, TODO, Plan
 from worker.errors import InvalidOption
 
@@ -57,7 +57,6 @@ class BatchOutput:
         self._is_ordered = order == "input"
         self._waiting: dict[int, Outcome] = {}
         self._next = 1
-        self._refusals: Iterator[BadLine] = plan.bad()
         self.num_answers = self.num_errors = self.num_dropped = 0
         _check_paths(input_path, out, errors)
         with ExitStack() as opened:
@@ -73,8 +72,11 @@ class BatchOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._opened, suppress(*(() if error is None else (Exception,))):  # the first error says what went wrong
-            self.sync()
+        try:
+            with suppress(*(() if error is None else (Exception,))):  # the first error says what went wrong
+                self.sync()
+        finally:
+            self._opened.__exit__(kind, error, trace)
 
     def remember(self, **facts: Any) -> None:
         """Add to the record, on disk before this returns."""
@@ -118,7 +120,7 @@ class BatchOutput:
         if self._is_ordered:
             self._write_turns()
         else:
-            for bad in self._refusals:
+            for bad in plan.bad():
                 if self._plan.mark_done(bad.number):
                     self._append(refusal_of(bad))
 
@@ -152,7 +154,7 @@ class BatchOutput:
                 self._append(self._waiting.pop(self._next))
             elif state == BAD:
                 self._plan.mark_done(self._next)
-                self._append(refusal_of(next(bad for bad in self._refusals if bad.number == self._next)))
+                self._append(refusal_of(self._plan.bad_line(self._next)))
             self._next += 1
 
     def _append(self, outcome: Outcome) -> None:

@@ -7,10 +7,9 @@ no name and so goes with its process), and one byte for each line says how it st
 import hashlib
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from worker.batch.lines import BadLine, BatchLine, Rules, parse_line
 from worker.batch.source import Record, check_input, columns, records
@@ -24,6 +23,7 @@ CREATE TABLE ids (custom_id TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT R
 CREATE TABLE bad (number INTEGER PRIMARY KEY, code TEXT, message TEXT, param TEXT, custom_id TEXT);
 BEGIN;
 """
+_BAD = "SELECT number, code, message, param, custom_id FROM bad"
 
 
 def _ignore(_done: int, _total: int) -> None: ...
@@ -69,9 +69,17 @@ class Plan:
 
     def bad(self) -> Iterator[BadLine]:
         """In the order of the file."""
-        with closing(self._index.execute("SELECT number, code, message, param, custom_id FROM bad ORDER BY number")) as rows:
+        last = 0
+        rows: list[tuple[Any, ...]] = [()]
+        while rows:  # in portions, so that no cursor is left open by who does not take them all
+            rows = self._index.execute(f"{_BAD} WHERE number > ? ORDER BY number LIMIT 256", (last,)).fetchall()
             for row in rows:
                 yield BadLine(*row)
+                last = row[0]
+
+    def bad_line(self, number: int) -> BadLine:
+        """What is wrong with a line that is bad."""
+        return BadLine(*self._index.execute(f"{_BAD} WHERE number = ?", (number,)).fetchone())
 
     def number_of(self, custom_id: str) -> int | None:
         """The line of this id, good or bad."""

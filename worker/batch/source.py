@@ -5,11 +5,11 @@ pyarrow is imported for Parquet alone.
 """
 
 import csv
-import io
+import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from worker.errors import InvalidOption
 from worker.wire import MAX_BODY_BYTES
@@ -48,8 +48,8 @@ def columns(path: Path) -> tuple[str, ...] | None:
             return tuple(file.schema_arrow.names)
     if path.suffix.lower() not in _CSV:
         return None
-    with path.open("rb") as binary:
-        return tuple(next((row for row in _csv_rows(path, binary, _ignore) if row), ()))
+    with _csv_text(path) as text:
+        return tuple(next((row for row in _csv_rows(path, text, _ignore) if row), ()))
 
 
 def records(
@@ -94,18 +94,21 @@ def _skip_line(file: IO[bytes]) -> int:
 
 def _csv_records(path: Path, on_progress: Callable[[int], None]) -> Iterator[tuple[int, Record]]:
     """Rows count from the header on. Text that is not UTF-8 comes with lone surrogates, a row too long without cells."""
-    with path.open("rb") as binary:
-        rows = _csv_rows(path, binary, on_progress)
+    with _csv_text(path) as text:
+        rows = _csv_rows(path, text, on_progress)
         header = next((row for row in rows if row), [])
         for number, row in enumerate(rows, 1):
             if row:
                 yield number, {} if len(row) > len(header) else dict(zip(header, row, strict=False))
 
 
-def _csv_rows(path: Path, binary: IO[bytes], on_progress: Callable[[int], None]) -> Iterator[list[str]]:
+def _csv_text(path: Path) -> TextIO:
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _csv_rows(path: Path, text: TextIO, on_progress: Callable[[int], None]) -> Iterator[list[str]]:
     csv.field_size_limit(MAX_BODY_BYTES)
-    text = io.TextIOWrapper(binary, "utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(_bounded(text, binary, on_progress), delimiter=_CSV[path.suffix.lower()], strict=True)
+    reader = csv.reader(_bounded(text, on_progress), delimiter=_CSV[path.suffix.lower()], strict=True)
     try:
         yield from reader
     except csv.Error as error:
@@ -113,12 +116,12 @@ def _csv_rows(path: Path, binary: IO[bytes], on_progress: Callable[[int], None])
         raise InvalidOption(f"--input: {path}, line {reader.line_num}: {error}; {remedy}") from None
 
 
-def _bounded(text: io.TextIOWrapper, binary: IO[bytes], on_progress: Callable[[int], None]) -> Iterator[str]:
+def _bounded(text: TextIO, on_progress: Callable[[int], None]) -> Iterator[str]:
     told = 0
     while line := text.readline(2 * MAX_BODY_BYTES):
         if len(line) == 2 * MAX_BODY_BYTES:
             raise csv.Error(f"a line of {len(line)} characters or more")
-        if (done := binary.tell()) - told >= TELL_BYTES:
+        if (done := os.lseek(text.fileno(), 0, os.SEEK_CUR)) - told >= TELL_BYTES:
             on_progress(told := done)
         yield line
 
