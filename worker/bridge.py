@@ -58,7 +58,7 @@ class EngineProcess:
                     [*command, "--fd", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE if log.is_json() else None,
+                    stderr=subprocess.PIPE if log.is_ours_alone() else None,
                     start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
                 )
             except OSError as error:

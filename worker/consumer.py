@@ -1,6 +1,6 @@
 """May we take another job now? What was taken is refused, ended, or handed to the engine.
 
-The main thread's loop. Relies on the broker for claims, on `wire` and `text` for what a body means. Leaves everything after the
+The main thread's loop. Relies on a `Source` for claims, on `wire` and `text` for what a body means. Leaves everything after the
 hand-over to the reader and the publisher, to `verdict` who is not tried again, and to the engine whether a log already meets an
 end in tokens.
 
@@ -12,20 +12,20 @@ import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from redis.exceptions import ResponseError
 
 from engine.request import Request
 from worker import log
 from worker.attempt import EXPIRED, MISSED_BY_ENGINE, RELEASED_BY_DRAIN, Attempt, Ending, completed, internal_error
-from worker.broker import Broker
+from worker.claims import Delivery
 from worker.connection import hide_password
 from worker.errors import InvalidJob, ServerUnavailable, SlotmillError, UnknownVersion
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
-from worker.partitions import Partitions
 from worker.reader import Destination, Serving
 from worker.requests import check_fit, replay, requests_for
 from worker.settings import Settings
@@ -47,12 +47,28 @@ WINDOW_WAIT_S = 0.1
 _log = log.get("consumer")
 
 
+class Source(Protocol):
+    """Where jobs come from: a queue on a server, the partitions of one, or a file. See `Broker` for what each call means."""
+
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def next_due_s(self) -> float | None: ...
+    def ensure_group(self) -> None: ...
+    def fetch(self, free: int, *, aging: int = ..., may_take_suspect: bool = ...) -> Sequence[Delivery]: ...
+    def reclaim(self, in_hand: Iterable[Delivery]) -> int: ...
+    def wait_for_entry(self, block_s: float) -> None: ...
+    def adopt(self, delivery: Delivery, job_id: str) -> Delivery | None: ...
+    def log_of(self, delivery: Delivery) -> list[bytes]: ...
+    def leave(self) -> None: ...
+
+
 class Consumer:
     """The loop that takes jobs."""
 
     def __init__(
         self,
-        broker: Broker | Partitions,
+        broker: Source,
         link: Link,
         inflight: InFlight,
         *,

@@ -31,24 +31,28 @@ Logger = structlog.typing.FilteringBoundLogger
 
 _shows_prompts = False
 _is_json = False
+_is_brief = False
 _bound: dict[str, str] = {}
 _stderr = Stderr()
 atexit.register(_stderr.drain)
 
 
-def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["auto", "json", "text"] = "auto") -> None:
+def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["auto", "json", "text", "brief"] = "auto") -> None:
     """Set up logging for this process; `verbose` shows debug lines, `prompts` what jobs ask and are answered.
 
-    `form` is `auto`: text on a terminal, one JSON object a line elsewhere.
+    `form` is `auto`: text on a terminal, one JSON object a line elsewhere. `brief` is for a command that has its own words:
+    errors alone, as commands say them, and what an engine writes on stderr is left out.
     """
-    global _shows_prompts, _is_json  # noqa: PLW0603  as structlog's own configuration
+    global _shows_prompts, _is_json, _is_brief  # noqa: PLW0603  as structlog's own configuration
     if sys.stderr is None:  # closed by who started us: what is opened next has its number
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  until the end
     _shows_prompts = prompts
     _is_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
+    _is_brief = form == "brief"
     _bound.clear()
+    level = logging.DEBUG if verbose else logging.INFO
     text: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    renderer: Any = structlog.processors.JSONRenderer() if _is_json else text
+    renderer: Any = _as_a_command if _is_brief else structlog.processors.JSONRenderer() if _is_json else text
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -59,7 +63,7 @@ def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["au
     ]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR if _is_brief else level),
         logger_factory=lambda *_: structlog.WriteLogger(_stream()),
         cache_logger_on_first_use=False,
     )
@@ -75,9 +79,9 @@ def bind(**fields: str) -> None:
     _bound.update(fields)
 
 
-def is_json() -> bool:
-    """Whether stderr is a stream of JSON objects, which nothing else must be written into."""
-    return _is_json
+def is_ours_alone() -> bool:
+    """Whether nothing else must be written into stderr: a stream of JSON objects, or a command's own words."""
+    return _is_json or _is_brief
 
 
 def take_over() -> None:
@@ -112,6 +116,14 @@ def _who_and_what_first(_logger: Any, _method: str, entry: structlog.typing.Even
     first = {name: entry.pop(name) for name in ("timestamp", "level", "event", "part") if name in entry}
     lost = {"lines_lost": lost} if (lost := _stderr.take_num_lost()) else {}
     return first | (_bound if _is_json else {}) | dict(entry) | lost
+
+
+def _as_a_command(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> str:
+    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
+        raise structlog.DropEvent
+    del entry["timestamp"], entry["level"], entry["part"]
+    event = str(entry.pop("event")).replace("_", " ")
+    return " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
 
 
 def get(name: str) -> Logger:

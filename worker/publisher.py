@@ -1,6 +1,6 @@
 """Writes what the attempts have to say: frames to log and channel, then how they end. One thread, one round trip per flush.
 
-Relies on `Attempt.due_at` for when something is due, on `broker` for the scripts. Leaves what is said to reader and consumer.
+Relies on `Attempt.due_at` for when something is due, on a `Sink` to keep it. Leaves what is said to reader and consumer.
 The engine never waits for any of this: tokens are kept in the attempt until the log has them.
 
 1. An attempt has the frames of one flush on the way at a time, one for each choice; the server takes them in order.
@@ -12,19 +12,17 @@ The engine never waits for any of this: tokens are kept in the attempt until the
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from worker import log
 from worker.attempt import CANCELLED, Attempt, Ending
 from worker.background import Background
-from worker.broker import Broker
-from worker.claims import Blame, Emission, EmitReply, Finish
+from worker.claims import Blame, Delivery, Emission, EmitReply, Finish
 from worker.frames import ControlFrame, Frame, TokenFrame, encode_frame, encode_result
 from worker.inflight import InFlight
 from worker.link import Link, LinkDownError
 from worker.metrics import Metrics
-from worker.partitions import Partitions
 from worker.wire import Job
 
 MAX_WAIT_S = 1.0
@@ -34,12 +32,24 @@ T = TypeVar("T")
 _log = log.get("publisher")
 
 
+class Sink(Protocol):
+    """Who keeps what is said of jobs, and hands those on that came to no end. See `Broker` for what each call means."""
+
+    @property
+    def worker_id(self) -> str: ...
+    def emit(self, emissions: Sequence[Emission]) -> Sequence[EmitReply]: ...
+    def finish(self, finishes: Sequence[Finish]) -> Sequence[str]: ...
+    def release(self, deliveries: Sequence[Delivery], blame: Blame = ...) -> None: ...
+    def retry(self, retries: Sequence[tuple[Delivery, float]]) -> Sequence[str]: ...
+    def acquit(self, deliveries: Sequence[Delivery]) -> None: ...
+
+
 class Publisher(Background):
     """The publishing thread."""
 
     def __init__(
         self,
-        broker: Broker | Partitions,
+        broker: Sink,
         link: Link,
         inflight: InFlight,
         *,

@@ -23,6 +23,8 @@ ISOLATED_STEPS = 8
 MAX_CRASHES = 2
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+DEAD_REMEDY = "; `worker dead show` has it, `worker dead replay` tries it again"
+"""Ends the error of a job that is set aside on a server."""
 
 
 def dead_letter(attempt: Attempt) -> Ending | None:
@@ -35,7 +37,7 @@ def dead_letter(attempt: Attempt) -> Ending | None:
         why = f"max_attempts: {tried} attempts came to no end: at most {limit}"
     else:
         return None
-    return Ending("dead", "error", DEAD_LETTER, f"{why}; `worker dead show` has it, `worker dead replay` tries it again")
+    return Ending("dead", "error", DEAD_LETTER, f"{why}{DEAD_REMEDY}")
 
 
 def after_fault(attempt: Attempt, error: str) -> Ending:

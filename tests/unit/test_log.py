@@ -85,7 +85,15 @@ def test_lines_are_json_where_nobody_sits_or_when_asked_for(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     log.configure(form=form)  # type: ignore[arg-type]
     log.get("test").info("worker_left")
-    assert (capsys.readouterr().err.startswith("{"), log.is_json()) == (is_json, is_json)
+    assert (capsys.readouterr().err.startswith("{"), log.is_ours_alone()) == (is_json, is_json)
+
+
+def test_a_command_with_its_own_words_says_errors_alone_in_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(form="brief")
+    log.get("bridge").warning("engine_said", text="Traceback")
+    log.get("bridge").error("engine_down", device="cpu", reason="it was\nkilled")
+    assert capsys.readouterr().err == "worker: engine down: device cpu, reason it was killed\n"
+    assert log.is_ours_alone()
 
 
 def test_lines_tell_whose_they_are_and_what_they_are_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,4 +192,4 @@ def test_without_a_standard_error_lines_go_nowhere_and_not_to_whatever_has_its_n
         log.configure()
         log.get("test").info("hello")
         sys.stderr.close()
-    assert (log.is_json(), written) == (True, [])
+    assert (log.is_ours_alone(), written) == (True, [])

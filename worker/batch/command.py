@@ -3,6 +3,7 @@
 import click
 
 from worker.batch.queue_commands import COMMANDS
+from worker.batch.run_command import run
 from worker.batch.verify import verify
 from worker.command import Group
 
@@ -12,6 +13,5 @@ def batch() -> None:
     """Files of requests, as OpenAI's batch API takes them."""
 
 
-batch.add_command(verify)
-for command in COMMANDS:
+for command in (run, *COMMANDS, verify):
     batch.add_command(command)

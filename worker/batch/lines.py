@@ -125,10 +125,10 @@ def outcome_of(result: Result) -> Outcome:
 
 
 def refusal_of(bad: BadLine) -> Outcome:
-    """The error line of a request that was never made: status 400."""
-    record_id = f"{REFUSAL_PREFIX}{bad.number}"
-    body = error_body(bad.message, bad.code, bad.param, 400)
-    response = {"status_code": 400, "request_id": record_id, "body": body}
+    """The error line of a request that was never made: status 400, or 404 for a model that is not served."""
+    record_id, status = f"{REFUSAL_PREFIX}{bad.number}", 404 if bad.code == "model_not_found" else 400
+    body = error_body(bad.message, bad.code, bad.param, status)
+    response = {"status_code": status, "request_id": record_id, "body": body}
     record = {"id": record_id, "custom_id": bad.custom_id, "response": response, "error": None}
     return Outcome(bad.number, bad.custom_id, True, record)
 
