@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from worker import log
+from worker import config_file, log
 from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.doctor.command import doctor
 from worker.engine_options import check_device, engine_options, engine_settings
@@ -53,7 +53,7 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
 @option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
 @option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
-@click.option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
+@option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
 @option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
 @option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker.")
 @option(
@@ -66,6 +66,8 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
 @option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @engine_options
+@click.option("--print-config", is_flag=True, help="Print all options as a file for --config, and leave.")
+@click.option("--check", is_flag=True, help="Check the options and leave.")
 def start(
     *,
     redis_url: str,
@@ -81,14 +83,14 @@ def start(
     otlp_endpoint: str | None,
     metrics_port: int,
     metrics_host: str,
+    print_config: bool,
+    check: bool,
     **of_engine: Any,
 ) -> None:
     """Take jobs from a queue and answer them until told to stop.
 
     SIGTERM or Ctrl-C drains: no new jobs, those at hand go on for --drain-s, the rest is given back. Again leaves at once.
     """
-    from worker import process
-
     log.configure(verbose=is_verbose(), prompts=log_prompts, form=log_format)
     log.take_over()
     settings = Settings(
@@ -105,7 +107,12 @@ def start(
         metrics_port=metrics_port,
         otlp_endpoint=otlp_endpoint or None,
     )
-    raise click.exceptions.Exit(process.run(settings))
+    if print_config:
+        say("\n".join(config_file.written(click.get_current_context())))
+    if not print_config and not check:
+        from worker import process
+
+        raise click.exceptions.Exit(process.run(settings))
 
 
 cli.add_command(enqueue)

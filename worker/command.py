@@ -12,6 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -19,6 +20,7 @@ import redis
 from click.core import ParameterSource
 
 from engine.errors import ConfigError, EngineError, RequestRefused
+from worker import config_file
 from worker.connection import hide_password
 from worker.errors import (
     EngineUnavailable,
@@ -50,14 +52,25 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
 
 
 class Command(click.Command):
-    """A command that ends in one line and an exit code whatever happens, and knows `--verbose`."""
+    """A command that ends in one line and an exit code whatever happens, and knows `--config` and `--verbose`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         verbose = click.Option(
             ["--verbose"], is_flag=True, expose_value=False, callback=_note_verbose, help="Add the traceback to an error."
         )
-        self.params.append(verbose)
+        config = click.Option(
+            ["--config"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            envvar="SLOTMILL_CONFIG",
+            show_envvar=True,
+            metavar="FILE",
+            is_eager=True,
+            expose_value=False,
+            callback=config_file.use,
+            help="TOML file of options; command line and environment come before it.",
+        )
+        self.params += [config, verbose]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. Errors that are known become their exit code, the others stay bugs with a traceback."""
