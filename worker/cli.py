@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.shell_completion import get_completion_class
 
 from worker import config_file, log
 from worker.command import Group, is_verbose, option, queue_options, run, say
@@ -25,6 +26,11 @@ from worker.top.command import top
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+COMPLETION = """\b
+In ~/.bashrc:                  eval "$(worker completion bash)"
+In ~/.zshrc, after compinit:   eval "$(worker completion zsh)"
+In ~/.config/fish/config.fish: worker completion fish | source"""
 
 
 @click.group(cls=Group, context_settings=HELP, epilog=EXIT_CODES)
@@ -157,6 +163,15 @@ def model_path(name: str) -> None:
 
 cli.add_command(doctor)
 cli.add_command(top)
+
+
+@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script with which a shell completes commands, options and their values."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    say(kind(cli, {}, "worker", "_WORKER_COMPLETE").source())
 
 
 def _weights(given: tuple[str, ...]) -> dict[str, float]:

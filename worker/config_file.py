@@ -150,8 +150,8 @@ def _kinds(option: click.Option) -> tuple[type | tuple[type, ...], str]:
         return bool, "true or false"
     if isinstance(option.type, click.types.IntParamType):
         return int, "a whole number"
-    if isinstance(option.type, click.types.FloatParamType):
-        return (int, float), "a number"
     if option.type.name == "memory":
         return (int, float, str), "a number or text"
+    if isinstance(option.type, click.types.FloatParamType):
+        return (int, float), "a number"
     return str, "text; write it in quotes"

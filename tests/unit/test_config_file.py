@@ -38,10 +38,14 @@ def test_command_line_comes_before_environment_before_file_before_default(
 
 
 def test_the_file_may_be_named_in_the_environment(started: list[Settings], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text('[start]\nqueue = "own"\ncpu = true\ntenant-weight = ["acme=2"]\nprefix-caching = false\n')
+    file.write_text(
+        '[start]\nqueue = "own"\ncpu = true\ntenant-weight = ["acme=2"]\nprefix-caching = false\nkv-memory = "60%"\n'
+    )
     monkeypatch.setenv("SLOTMILL_CONFIG", str(file))
     assert command.run(cli.cli, ["start"]) == 0
-    assert (started[0].queue, started[0].tenant_weights, started[0].engine.prefix_caching) == ("own", {"acme": 2.0}, False)
+    engine = started[0].engine
+    assert (started[0].queue, started[0].tenant_weights) == ("own", {"acme": 2.0})
+    assert (engine.prefix_caching, engine.kv_memory) == (False, 0.6)
 
 
 def test_a_section_is_of_one_command_and_comes_before_what_all_share(started: list[Settings], file: Path) -> None:
