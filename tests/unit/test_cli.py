@@ -521,6 +521,24 @@ def test_an_unknown_job_does_not_keep_others_from_being_cancelled(
     assert "job unknown: not on queue" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["a"], "queued\n"),
+        (["a", "b"], "queued\nqueued\n"),
+        (["a", "b", "--json"], '{"id": "a", "state": "queued"}\n{"id": "b", "state": "queued"}\n'),
+    ],
+)
+def test_cancelled_jobs_are_told_by_their_states_and_as_json_with_their_ids(
+    on_queue: list[str], capsys: pytest.CaptureFixture[str], args: list[str], shown: str
+) -> None:
+    for job_id in ("a", "b"):
+        command.run(cli.cli, ["enqueue", "p", "--id", job_id, *on_queue])
+    capsys.readouterr()
+    assert command.run(cli.cli, ["job", "cancel", *args, *on_queue]) == 0
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_queue_whose_worker_is_busy_is_waited_for_in_silence(
     on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
