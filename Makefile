@@ -10,9 +10,13 @@ STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
 
-.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
+.PHONY: help setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
 
-setup: $(STAMP)
+help:
+	@echo "make TARGET, first of all demo or test; each sets up what it uses"
+	@sed -n 's/^\([a-z][a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+setup: $(STAMP) ## create .venv with all that is needed
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.11" % v[:2])'
@@ -28,37 +32,37 @@ $(STAMP): pyproject.toml
 $(PROMETHEUS): | $(STAMP)
 	tests/support/fetch-prometheus $(BIN)
 
-fmt: setup
+fmt: setup ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lint: setup
+lint: setup ## check style and imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
-type: setup
+type: setup ## check types
 	$(BIN)/mypy
 
-test: setup $(PROMETHEUS)
+test: setup $(PROMETHEUS) ## run all tests
 	$(BIN)/python -m pytest
 
-chaos: setup
+chaos: setup ## kill processes and look for lost jobs
 	SLOTMILL_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest tests/chaos -q -s
 
-demo: setup
+demo: setup ## see it work: server, worker, small model
 	$(BIN)/worker demo
 
-bench: setup
+bench: setup ## measure the engine
 	$(BIN)/python -m bench.engine
 
 # Peers go into bench/.peers, an environment each. The allocator is what vLLM is fastest with; without apt it does without.
-bench-peers: setup
+bench-peers: setup ## measure peers beside it
 	mkdir -p bench/.peers/tcmalloc
 	-test -e bench/.peers/tcmalloc/usr || (cd bench/.peers/tcmalloc && apt-get download $(TCMALLOC) && dpkg -x $(TCMALLOC)*.deb .)
 	TORCH='$(TORCH)' $(BIN)/python -m bench.peers $(WORKLOAD) --json bench/results/peers-$(WORKLOAD).json
 
-bench-record: setup
+bench-record: setup ## measure what the tables show
 	$(BIN)/python -m bench.engine sharegpt --json bench/results/engine-sharegpt.json
 	$(BIN)/python -m bench.engine alpaca --max-slots 128 --json bench/results/engine-alpaca.json
 	$(BIN)/python -m bench.service closed sharegpt --json bench/results/closed-sharegpt.json
@@ -68,9 +72,9 @@ bench-record: setup
 	$(BIN)/python -m bench.kernels --json bench/results/kernels.json
 	$(BIN)/python -m bench.accuracy --json bench/results/accuracy.json
 
-bench-report: setup
+bench-report: setup ## write the tables
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench.report
 
-clean:
+clean: ## remove .venv
 	rm -rf $(VENV)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.shell_completion import get_completion_class
 
-from worker import log
+from worker import config_file, log
 from worker.batch.command import batch
 from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.doctor.command import doctor
@@ -26,6 +27,11 @@ from worker.top.command import top
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+COMPLETION = """\b
+In ~/.bashrc:                  eval "$(worker completion bash)"
+In ~/.zshrc, after compinit:   eval "$(worker completion zsh)"
+In ~/.config/fish/config.fish: worker completion fish | source"""
 
 
 @click.group(cls=Group, context_settings=HELP, epilog=EXIT_CODES)
@@ -54,7 +60,7 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
 @option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
 @option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
-@click.option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
+@option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
 @option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
 @option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker.")
 @option(
@@ -67,6 +73,8 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
 @option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
 @option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @engine_options
+@click.option("--print-config", is_flag=True, help="Print all options as a file for --config, and leave.")
+@click.option("--check", is_flag=True, help="Check the options and leave.")
 def start(
     *,
     redis_url: str,
@@ -82,14 +90,14 @@ def start(
     otlp_endpoint: str | None,
     metrics_port: int,
     metrics_host: str,
+    print_config: bool,
+    check: bool,
     **of_engine: Any,
 ) -> None:
     """Take jobs from a queue and answer them until told to stop.
 
     SIGTERM or Ctrl-C drains: no new jobs, those at hand go on for --drain-s, the rest is given back. Again leaves at once.
     """
-    from worker import process
-
     log.configure(verbose=is_verbose(), prompts=log_prompts, form=log_format)
     log.take_over()
     settings = Settings(
@@ -106,7 +114,12 @@ def start(
         metrics_port=metrics_port,
         otlp_endpoint=otlp_endpoint or None,
     )
-    raise click.exceptions.Exit(process.run(settings))
+    if print_config:
+        say("\n".join(config_file.written(click.get_current_context())))
+    if not print_config and not check:
+        from worker import process
+
+        raise click.exceptions.Exit(process.run(settings))
 
 
 cli.add_command(enqueue)
@@ -152,6 +165,15 @@ def model_path(name: str) -> None:
 
 cli.add_command(doctor)
 cli.add_command(top)
+
+
+@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script with which a shell completes commands, options and their values."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    say(kind(cli, {}, "worker", "_WORKER_COMPLETE").source())
 
 
 def _weights(given: tuple[str, ...]) -> dict[str, float]:

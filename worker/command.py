@@ -6,12 +6,13 @@ and 141, without a word, when nobody reads the output any more: that of a proces
 `--verbose` adds the traceback to any error.
 """
 
-import math
 import os
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -19,6 +20,7 @@ import redis
 from click.core import ParameterSource
 
 from engine.errors import ConfigError, EngineError, RequestRefused
+from worker import config_file
 from worker.connection import hide_password
 from worker.errors import (
     EngineUnavailable,
@@ -50,14 +52,25 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
 
 
 class Command(click.Command):
-    """A command that ends in one line and an exit code whatever happens, and knows `--verbose`."""
+    """A command that ends in one line and an exit code whatever happens, and knows `--config` and `--verbose`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         verbose = click.Option(
             ["--verbose"], is_flag=True, expose_value=False, callback=_note_verbose, help="Add the traceback to an error."
         )
-        self.params.append(verbose)
+        config = click.Option(
+            ["--config"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            envvar="SLOTMILL_CONFIG",
+            show_envvar=True,
+            metavar="FILE",
+            is_eager=True,
+            expose_value=False,
+            callback=config_file.use,
+            help="TOML file of options; command line and environment come before it.",
+        )
+        self.params += [config, verbose]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. Errors that are known become their exit code, the others stay bugs with a traceback."""
@@ -137,21 +150,39 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
 
 
-class _Seconds(click.FloatRange):
+class _Seconds(click.types.FloatParamType):
     """Seconds from now that a clock can count: a century at most, and no NaN."""
 
-    def __init__(self) -> None:
-        super().__init__(-SECONDS_LIMIT, SECONDS_LIMIT)
+    name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds: float = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        if not abs(seconds) <= SECONDS_LIMIT:
+            self.fail(f"{value} is not a number of seconds up to {SECONDS_LIMIT}.", param, ctx)
         return seconds
+
+
+class _Memory(click.types.FloatParamType):
+    """A fraction up to 1, or bytes: as a number, a percentage or a size. More than 100 % would read as bytes, a byte as all."""
+
+    name = "memory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if parts := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(%|[KMGT]i?B)", str(value), re.IGNORECASE):
+            number, unit = float(parts[1]), parts[2].upper()
+            if unit == "%" and number <= 100:
+                return number / 100
+            if unit != "%" and (size := number * (1024 if "I" in unit else 1000) ** ("KMGT".index(unit[0]) + 1)) > 1:
+                return float(int(size))
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is no memory; write 0.6 or 60% of what is free, 4GiB, 512MB or a number of bytes", param, ctx)
 
 
 SECONDS_LIMIT = 3_000_000_000
 SECONDS = _Seconds()
+MEMORY = _Memory()
 
 
 def queue_options(function: F) -> F:
@@ -199,8 +230,8 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except OSError as error:  # commands end in an exit code, so this is click's help
         return _give_up_output(error)
-    except SystemExit:  # click's, when its help meets a closed pipe
-        return NOBODY_READS
+    except SystemExit as error:  # click's: its help met a closed pipe, or a shell's completion is done
+        return NOBODY_READS if error.code else OK
     except (click.Abort, KeyboardInterrupt):
         return CANCELLED
     return code if isinstance(code, int) else OK

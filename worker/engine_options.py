@@ -12,7 +12,7 @@ import click
 
 from engine.config import CHOICES, EngineConfig
 from worker import log
-from worker.command import option
+from worker.command import MEMORY, option
 from worker.errors import InvalidOption
 from worker.settings import DEFAULT_MODEL, ENGINE_COMMAND, visible_gpus
 
@@ -27,7 +27,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option("--max-slots", type=int, default=None, help="Requests in one step. Default: from the device."),
     option("--token-budget", type=int, default=None, help="Tokens computed in one step. Default: from the device."),
     option("--kv-blocks", type=int, default=None, help="KV cache in blocks. Default: from the memory."),
-    option("--kv-memory", type=float, default=None, help="KV cache as a fraction of free memory (up to 1) or in bytes."),
+    option("--kv-memory", type=MEMORY, default=None, help="KV cache: 0.6 or 60% of what is free, 4GiB, or bytes."),
     option("--block-size", type=int, default=16, help="Tokens in one KV block."),
     option("--max-model-len", type=int, default=None, help="Longest prompt plus output in tokens. Default: the model's."),
     option(

@@ -167,21 +167,23 @@ def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: f
 @job.command()
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 @queue_options
-def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str) -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON, a line for each job.")
+def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str, as_json: bool) -> None:
     """Ask for the end of one or more jobs, and print the state that each was in."""
     with Client(redis_url, queue) as client:
-        unknown = [job_id for job_id in job_ids if not _cancel(client, job_id)]
+        unknown = [job_id for job_id in job_ids if not _cancel(client, job_id, as_json=as_json)]
     if unknown:
         raise click.exceptions.Exit(BAD_INPUT)
 
 
-def _cancel(client: Client, job_id: str) -> bool:
+def _cancel(client: Client, job_id: str, *, as_json: bool) -> bool:
     """Ask for one end; whether the queue knows the job. One that it does not know keeps none of the others."""
     try:
-        say(client.cancel(job_id))
+        state = client.cancel(job_id)
     except UnknownJob as unknown:
         note(str(unknown))
         return False
+    say(json.dumps({"id": job_id, "state": state}) if as_json else state)
     return True
 
 

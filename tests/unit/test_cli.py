@@ -131,6 +131,9 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["dead", "replay"], "give ids, or --all for all of them"),
         (["dead", "replay", "a", "--all"], "give ids, or --all for all of them"),
         (["dead", "drop", "--yes"], "give ids, or --all for all of them"),
+        (["start", "--cpu", "--kv-memory", "3x"], "'3x' is no memory; write 0.6 or 60%"),
+        (["start", "--cpu", "--kv-memory", "101%"], "'101%' is no memory"),
+        (["start", "--cpu", "--kv-memory", "0%"], "kv_memory: 0.0"),
         (["start", "--cpu", "--kv-memory", "inf"], "kv_memory: inf"),
         (["start", "--cpu", "--kv-memory", "nan"], "kv_memory: nan"),
         (["start", "--cpu", "--threads", "100000000"], "num_threads: 100000000 is outside 1..1024"),
@@ -258,6 +261,32 @@ def test_without_a_choice_the_first_gpu_is_taken_where_there_is_one(
     command.run(cli.cli, ["start"])
     assert started[0].engine.device == device
     assert "device_chosen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "memory"),
+    [("0.6", 0.6), ("60%", 0.6), ("4GiB", 4 * 2**30), ("1.5 gib", 1.5 * 2**30), ("512MB", 512e6), ("2e9", 2e9)],
+)
+def test_memory_is_a_part_a_size_or_bytes(started: list[Settings], given: str, memory: float) -> None:
+    assert command.run(cli.cli, ["start", "--cpu", "--kv-memory", given]) == 0
+    assert started[0].engine.kv_memory == memory
+
+
+@pytest.mark.parametrize(("shell", "word"), [("bash", "1"), ("zsh", "1"), ("fish", "st")])
+def test_a_shell_completes_commands(
+    shell: str, word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.run(cli.cli, ["completion", shell]) == 0
+    assert f"_WORKER_COMPLETE={shell}_complete" in capsys.readouterr().out
+    for name, value in {"_WORKER_COMPLETE": f"{shell}_complete", "COMP_WORDS": "worker st", "COMP_CWORD": word}.items():
+        monkeypatch.setenv(name, value)
+    assert command.run(cli.cli, []) == 0
+    assert "start" in capsys.readouterr().out
+
+
+def test_no_bound_of_a_clock_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    command.run(cli.cli, ["enqueue", "--help"])
+    assert "3000000000" not in capsys.readouterr().out
 
 
 def test_every_command_and_option_says_what_it_does() -> None:
@@ -490,6 +519,24 @@ def test_an_unknown_job_does_not_keep_others_from_being_cancelled(
     assert command.run(cli.cli, ["job", "cancel", "unknown", "known", *on_queue]) == 2
     assert [job.ending for job in broker.fetch(1)] == ["cancelled"]
     assert "job unknown: not on queue" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["a"], "queued\n"),
+        (["a", "b"], "queued\nqueued\n"),
+        (["a", "b", "--json"], '{"id": "a", "state": "queued"}\n{"id": "b", "state": "queued"}\n'),
+    ],
+)
+def test_cancelled_jobs_are_told_by_their_states_and_as_json_with_their_ids(
+    on_queue: list[str], capsys: pytest.CaptureFixture[str], args: list[str], shown: str
+) -> None:
+    for job_id in ("a", "b"):
+        command.run(cli.cli, ["enqueue", "p", "--id", job_id, *on_queue])
+    capsys.readouterr()
+    assert command.run(cli.cli, ["job", "cancel", *args, *on_queue]) == 0
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.usefixtures("impatient")

@@ -97,6 +97,11 @@ def test_make_targets_named_exist(page: Path) -> None:
     assert named <= targets
 
 
+def test_make_tells_what_each_of_its_targets_does() -> None:
+    lines = re.findall(r"^[a-z-]+:.*", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line for line in lines if " ## " not in line] == ["help:"]
+
+
 @each_page
 def test_commands_named_exist(page: Path) -> None:
     lines = [code for code in code_of(page) if re.match(r"(\$ )?(\S*/)?worker [a-z]", code)]
