@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
 
-.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
+.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report docs docs-links clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,16 @@ bench-record: setup
 bench-report: setup
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench.report
+
+SPHINX := $(BIN)/python -m sphinx -c docs --quiet --fail-on-warning --nitpicky --keep-going
+
+docs: setup
+	$(SPHINX) -b html . build/docs
+	@echo "build/docs/docs/index.html"
+
+# The links that lead out of the pages; needs the network.
+docs-links: setup
+	$(SPHINX) -b linkcheck . build/docs-links
 
 clean:
 	rm -rf $(VENV)
