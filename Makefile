@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
 
-.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report docs docs-links clean
+.PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report docs docs-links docs-reference clean
 
 setup: $(STAMP)
 
@@ -81,6 +81,10 @@ docs: setup
 # The links that lead out of the pages; needs the network.
 docs-links: setup
 	$(SPHINX) -b linkcheck . build/docs-links
+
+# The tables that are made from the code, in the pages as they are read.
+docs-reference: setup
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV)

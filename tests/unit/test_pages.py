@@ -1,10 +1,15 @@
 """The pages are built as `make docs` builds them: a warning of Sphinx is a page, an anchor or a picture that does not exist."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from docs import generate
+from worker import wire
+from worker.errors import InvalidJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +38,15 @@ def test_every_page_is_built_without_a_warning(html: Path) -> None:
 @pytest.mark.parametrize("flag", ["--max-slots", "--redis-url", "SLOTMILL_QUEUE"])
 def test_the_page_of_commands_has_their_options(html: Path, flag: str) -> None:
     assert flag in (html / "docs" / "commands.html").read_text()
+
+
+@pytest.mark.parametrize("page", generate.TABLES)
+def test_the_tables_are_those_of_the_code(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert text.count(generate.BEGIN) == text.count(generate.END) == 1
+    assert generate.filled(text, generate.TABLES[page]()) == text, "run `make docs-reference`"
+
+
+def test_a_refusal_names_the_limit_of_the_table() -> None:
+    with pytest.raises(InvalidJob, match=re.escape(wire.FIELDS["top_p"].limit)):
+        wire.parse_body({"prompt": "a", "top_p": 0})
