@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from docs.pictures import slots
 from worker import wire
 from worker.errors import InvalidJob
 
@@ -50,3 +51,25 @@ def test_the_tables_are_those_of_the_code(page: str) -> None:
 def test_a_refusal_names_the_limit_of_the_table() -> None:
     with pytest.raises(InvalidJob, match=re.escape(wire.FIELDS["top_p"].limit)):
         wire.parse_body({"prompt": "a", "top_p": 0})
+
+
+@pytest.mark.parametrize("policy", slots.POLICIES)
+def test_the_timeline_is_what_the_page_says(policy: str) -> None:
+    timeline = slots.run(policy)
+    (reason, num_idle), *others = timeline.idle.items()
+    told = " ".join((ROOT / "docs" / "how-it-works.md").read_text().partition(f"(`{policy}`")[2].split())
+
+    steps, slot_steps, idle = re.findall(r"(\d+) steps, and of (\d+) slot-steps (\d+) are idle", told)[0]
+    assert (int(steps), int(slot_steps)) == (len(timeline.cells), sum(map(len, timeline.cells)))
+    assert (int(idle), re.findall(r"idle: `(\w+)`", told)[0], others) == (num_idle, reason, [])
+
+
+def test_each_request_has_as_many_cells_as_tokens() -> None:
+    for policy in slots.POLICIES:
+        flat = [cell for step in slots.run(policy).cells for cell in step]
+        assert {name: flat.count(name) for name in slots.OUTPUTS} == slots.OUTPUTS
+
+
+def test_the_picture_is_that_of_the_scheduler() -> None:
+    drawn = slots.svg({policy: slots.run(policy) for policy in slots.POLICIES})
+    assert (ROOT / "docs" / "pictures" / "slots.svg").read_text() == drawn, "run `python -m docs.pictures.slots`"
