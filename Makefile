@@ -67,6 +67,7 @@ bench-record: setup
 	$(BIN)/python -m bench.cold_start --json bench/results/cold-start.json
 	$(BIN)/python -m bench.kernels --json bench/results/kernels.json
 	$(BIN)/python -m bench.accuracy --json bench/results/accuracy.json
+	$(BIN)/python -m bench.tuning --json bench/results/tuning.json
 
 bench-report: setup
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
