@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
 
-.PHONY: help setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
+.PHONY: help setup fmt lint type test chaos demo bench bench-peers bench-record bench-report docs docs-links docs-reference clean
 
 help:
 	@echo "make TARGET, first of all demo or test; each sets up what it uses"
@@ -71,10 +71,25 @@ bench-record: setup ## measure what the tables show
 	$(BIN)/python -m bench.cold_start --json bench/results/cold-start.json
 	$(BIN)/python -m bench.kernels --json bench/results/kernels.json
 	$(BIN)/python -m bench.accuracy --json bench/results/accuracy.json
+	$(BIN)/python -m bench.tuning --json bench/results/tuning.json
 
 bench-report: setup ## write the tables
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench.report
+
+SPHINX := $(BIN)/python -m sphinx -c docs --quiet --fail-on-warning --nitpicky --keep-going
+
+docs: setup ## build the pages into build/docs
+	$(SPHINX) -b html . build/docs
+	@echo "build/docs/docs/index.html"
+
+# The links that lead out of the pages; needs the network.
+docs-links: setup ## follow the links that lead out
+	$(SPHINX) -b linkcheck . build/docs-links
+
+# The tables that are made from the code, in the pages as they are read.
+docs-reference: setup ## write the tables that are made from the code
+	$(BIN)/python -m docs.generate
 
 clean: ## remove .venv
 	rm -rf $(VENV)

@@ -18,6 +18,7 @@ import click
 from bench.record import RESULTS
 
 ROOT: Final = Path(__file__).parents[1]
+TUNING: Final = ROOT / "docs" / "tuning.md"
 PAGES: Final = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN: Final = "<!-- figures: begin (make bench-report) -->"
 END: Final = "<!-- figures: end -->"
@@ -40,6 +41,7 @@ def main(*, plots: bool) -> None:
     records = read(RESULTS)
     for page in PAGES:
         page.write_text(filled(page.read_text(), tables(records, is_short=page == PAGES[0])))
+    TUNING.write_text(filled(TUNING.read_text(), knobs(records)))
     if plots:
         from bench.plots import draw
 
@@ -75,6 +77,28 @@ def tables(records: Sequence[Record], *, is_short: bool) -> str:
     kinds = {record["kind"] for record in shown}
     pictures = [f"![{title}](results/{file})" for kind, (file, title) in PICTURES.items() if kind in kinds]
     return "\n".join([*head, *lines, "", *_origins(rows), "", *pictures, *([""] if pictures else [])])
+
+
+def knobs(records: Iterable[Record]) -> str:
+    """Markdown: what each value of each knob gave, by the last record of `bench.tuning`."""
+    found = [record for record in _latest(records) if record["kind"] == "tuning"]
+    if not found:
+        return f"{NOTHING}\n"
+    made = found[-1]
+    lines = [
+        "| option | requests | output tokens/s | step, 99th percentile | slots without memory | preemptions |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in made["rows"]:
+        speed, step = _spread(row["output_tokens_per_s"], 1), _spread(row["step_p99_ms"], 1, " ms")
+        option = f"`--{row['field'].replace('_', '-')} {row['value']}`"
+        lines.append(
+            f"| {option} | {row['requests']} | {speed} | {step} | {100 * row['no_memory']:.1f} % | {row['preemptions']} |"
+        )
+    where = made["machine"]
+    return "\n".join(
+        [*lines, "", f"({made['model']}, {where['processor']}, {where['commit']}, {where['date']}: `{where['command']}`.)", ""]
+    )
 
 
 def _latest(records: Iterable[Record]) -> list[Record]:

@@ -297,10 +297,14 @@ class Metrics:
 
     def _add_engine(self) -> None:
         engines = tuple(str(engine) for engine in range(len(self._engines)))
-        self.engine_up = self._gauge("engine_up", "1 while this engine serves", engine=engines)
-        self.engine_starts = self._counter("engine_starts_total", "Times this engine became ready", engine=engines)
+        self.engine_up = self._gauge("engine_up", "1 while this engine serves; numbered in the order of --gpu", engine=engines)
+        self.engine_starts = self._counter(
+            "engine_starts_total", "Times this engine became ready; each after the first follows a crash", engine=engines
+        )
         self.engine_stalled_seconds = self._gauge(
-            "engine_stalled_seconds", "Seconds for which this engine has had work and made no step", engine=engines
+            "engine_stalled_seconds",
+            "Seconds for which this engine has had work and made no step; after --stall-s it is killed",
+            engine=engines,
         )
         self.engine_slots_active = self._gauge(
             "engine_slots_active", "Places held in this engine after its last step", engine=engines
@@ -393,9 +397,15 @@ class Metrics:
         self.jobs_claimed = self._counter("jobs_claimed_total", "Jobs taken, by where they came from", source=claims)
         fences = ("renew", "emit", "finish", "retry", "unwritable")
         self.jobs_fenced = self._counter(
-            "jobs_fenced_total", "Jobs dropped: another worker has them, or a fault of ours", reason=fences
+            "jobs_fenced_total",
+            "Jobs dropped: another worker has them, or (unwritable) a fault of ours left them to their lease",
+            reason=fences,
         )
-        self.jobs_released = self._counter("jobs_released_total", "Jobs given back", reason=("drain", "engine", "fault"))
+        self.jobs_released = self._counter(
+            "jobs_released_total",
+            "Jobs given back: the worker leaves, its engine died, or (fault) the engine failed in that job",
+            reason=("drain", "engine", "fault"),
+        )
         self.jobs_dead = self._counter(
             "jobs_dead_total", "Jobs set aside for people", reason=("dead_letter", "unknown_version")
         )
@@ -407,7 +417,9 @@ class Metrics:
             "publish_flush_duration_seconds", "Seconds of one flush", _SCRIPT_S
         )
         self.publish_buffer_tokens = self._gauge("publish_buffer_tokens", "Tokens made and not yet in the log")
-        self.published_frames = self._counter("published_frames_total", "Frames written to the logs of jobs")
+        self.published_frames = self._counter(
+            "published_frames_total", "Frames written to the logs of jobs: starts, tokens, ends"
+        )
         self.redis_connected = self._gauge("redis_connected", "1 when every connection of the worker works")
         self.redis_errors = self._counter(
             "redis_errors_total", "Calls that the server refused or did not answer", kind=ERROR_KINDS

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -39,52 +40,69 @@ PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked job body; defaults as in docs/protocol.md. Exactly one of `prompt`, `prompt_token_ids`, `messages` is set."""
+    """A checked job body: the table in docs/protocol.md is made of it. Exactly one of `PROMPTS` is set."""
 
     id: str | None = None
-    """None: the stream entry's id is the job's."""
+    """Null: the stream entry's id is the job's."""
     prompt: str | None = field(default=None, repr=False)
+    """Text, as it is."""
     prompt_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    """The prompt as the model's tokens."""
     messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
+    """A conversation, rendered by the model's chat template."""
     max_tokens: int = 256
+    """At most the model's length; 0 computes the prompt only."""
     min_tokens: int = 0
+    """At most `max_tokens`."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
+    """0: off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    """Empty: all; else nothing else is generated."""
     banned_token_ids: tuple[int, ...] = ()
+    """Never generated."""
     seed: int | None = None
-    """None: drawn at the first claim."""
+    """Null: drawn at the first claim and kept, so that every attempt samples alike."""
     n: int = 1
+    """Choices; at most the worker's slots, and 1 with `max_tokens` 0."""
     beam_width: int = 0
+    """At most the worker's slots; not with `n` above 1, and nothing that draws, changes logits or stops early: see below."""
     stop: tuple[str, ...] = ()
+    """Ends an answer, and is not part of it without `include_stop`."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = None
+    """Likeliest tokens beside each token's own; 1048576 log probabilities in all."""
     prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     response_format: Grammar | None = None
-    """None: free text."""
+    """Null: free text. Schema or regex of 1 byte to 64 KiB: see [Output of a given form](#output-of-a-given-form)."""
     stream: bool = True
+    """False: the channel carries the end frame alone; the log is still kept, a frame every 64 tokens, for resumption."""
     priority: str = "normal"
-    """The lane it came from, when decoded from a stream entry."""
+    """When enqueued raw, the lane decides."""
     tenant: str | None = None
     deadline_ms: int | None = None
-    """Unix milliseconds."""
+    """Unix milliseconds; past it: state `expired`, with the text so far."""
     result_ttl_s: int = 86_400
     max_attempts: int = 5
     metadata: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """Echoed in the result."""
     model: str | None = None
+    """The worker's served name, when given."""
     batch_id: str | None = None
     custom_id: str | None = None
     traceparent: str | None = None
-    """Well formed, or None."""
+    """As W3C Trace Context has it, of any version, echoed in the result; what is not well formed is passed over, as if it
+    were not given; but lone surrogates are refused, as in any field."""
 
     @property
     def num_choices(self) -> int:
@@ -96,8 +114,20 @@ class _LimitError(ValueError):
     """A value outside its limit; the message is the limit."""
 
 
-Check = Callable[[Any], Any]
-"""Takes a field's value, gives it back as `Job` holds it, or raises `_LimitError`."""
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Takes a field's value, gives it back as `Job` holds it, or raises `_LimitError`."""
+
+    limit: str
+    """In words: what refusals say, and docs/protocol.md."""
+    read: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        return self.read(value)
+
+
+def _limit(text: str) -> Callable[[Callable[[Any], Any]], Check]:
+    return partial(Check, text)
 
 
 def _integer(low: int, high: int) -> Check:
@@ -109,7 +139,7 @@ def _number(low: float, high: float, *, above: bool = False) -> Check:
     in_range = _when(
         lambda value: type(value) in (int, float) and (low < value if above else low <= value) and value <= high, limit
     )
-    return lambda value: float(in_range(value))
+    return Check(limit, lambda value: float(in_range.read(value)))
 
 
 def _text(low: int, high: int) -> Check:
@@ -122,16 +152,16 @@ def _one_of(words: Iterable[str]) -> Check:
 
 
 def _when(holds: Callable[[Any], bool], limit: str) -> Check:
-    def check(value: Any) -> Any:
+    def read(value: Any) -> Any:
         if not holds(value):
             raise _LimitError(limit)
         return value
 
-    return check
+    return Check(limit, read)
 
 
 def _or_null(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
+    return Check(f"{check.limit}, or null", lambda value: None if value is None else check.read(value))
 
 
 def _token_ids(low: int, high: int) -> Check:
@@ -143,36 +173,37 @@ def _token_ids(low: int, high: int) -> Check:
         )
 
     listed = _when(holds, f"a list of {low} to {high} token ids from 0 to {MAX_TOKEN_ID}")
-    return lambda value: tuple(listed(value))
+    return Check(listed.limit, lambda value: tuple(listed.read(value)))
 
 
+@_limit("text, or a list of at most 16 texts, of 1 to 256 characters each")
 def _stop(value: Any) -> tuple[str, ...]:
     stops = (value,) if type(value) is str else value
     if not isinstance(stops, (list, tuple)) or len(stops) > 16:
-        raise _LimitError("text, or a list of at most 16 texts, of 1 to 256 characters each")
+        raise _LimitError(_stop.limit)
     return tuple(map(_text(1, 256), stops))
 
 
+@_limit("a list of 1 to 4096 maps {role, content}, role of 1 to 64 characters, both text")
 def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
-    limit = "a list of 1 to 4096 maps {role, content}, role of 1 to 64 characters, both text"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= 4096:
-        raise _LimitError(limit)
+        raise _LimitError(_messages.limit)
     for message in value:
         if type(message) is not dict or message.keys() != {"role", "content"} or set(map(type, message.values())) != {str}:
-            raise _LimitError(limit)
+            raise _LimitError(_messages.limit)
         if not 1 <= len(message["role"]) <= 64:
-            raise _LimitError(limit)
+            raise _LimitError(_messages.limit)
     return tuple(dict(message) for message in value)
 
 
+@_limit("a map of at most 1024 token ids, as decimal text, to numbers from -100 to 100")
 def _logit_bias(value: Any) -> Mapping[int, float]:
-    limit = "a map of at most 1024 token ids, as decimal text, to numbers from -100 to 100"
     if type(value) is not dict or len(value) > 1024 or not all(re.fullmatch("0|[1-9][0-9]{0,9}", key) for key in value):
-        raise _LimitError(limit)
+        raise _LimitError(_logit_bias.limit)
     try:
         return {int(key): _number(-100, 100)(bias) for key, bias in value.items()}
     except _LimitError:
-        raise _LimitError(limit) from None
+        raise _LimitError(_logit_bias.limit) from None
 
 
 def _map(max_bytes: int) -> Check:
@@ -181,10 +212,11 @@ def _map(max_bytes: int) -> Check:
     )
 
 
+@_limit(f"1 to {MAX_ID_CHARS} printable characters without blanks and braces")
 def _job_id(value: Any) -> str:
     printable = type(value) is str and 1 <= len(value) <= MAX_ID_CHARS and value.isprintable()
     if not printable or any(character in " {}" for character in value):
-        raise _LimitError(f"1 to {MAX_ID_CHARS} printable characters without blanks and braces")
+        raise _LimitError(_job_id.limit)
     return str(value)
 
 
@@ -220,7 +252,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "include_stop": _flag,
         "logprobs": _or_null(_integer(0, 20)),
         "prompt_logprobs": _or_null(_integer(0, 20)),
-        "response_format": _or_null(response_format.parse),
+        "response_format": _or_null(_limit("a map with a `type`")(response_format.parse)),
         "stream": _flag,
         "priority": _one_of(LANES),
         "tenant": _or_null(_text(0, 128)),
@@ -231,7 +263,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
         "model": _label,
         "batch_id": _label,
         "custom_id": _label,
-        "traceparent": well_formed,  # never a reason to fail a job
+        "traceparent": Check("text, or null", well_formed),  # never a reason to fail a job
     }
 )
 """Every field of a job body and its check. `v` is looked at first, and `x_...` is the producer's own."""

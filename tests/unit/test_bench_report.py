@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bench.record import RESULTS
-from bench.report import BEGIN, END, NOTHING, PAGES, filled, read, tables
+from bench.report import BEGIN, END, NOTHING, PAGES, TUNING, filled, knobs, read, tables
 
 
 def record(kind: str, name: str = "a.json", date: str = "2026-01-01", **figures: Any) -> dict[str, Any]:
@@ -30,6 +30,18 @@ def closed(median: float, name: str = "a.json", date: str = "2026-01-01") -> dic
 def test_the_tables_of_the_pages_are_those_of_the_records(page: Path) -> None:
     text = page.read_text()
     assert filled(text, tables(read(RESULTS), is_short=page == PAGES[0])) == text, "run `make bench-report`"
+
+
+def test_the_table_of_knobs_is_that_of_the_record() -> None:
+    text = TUNING.read_text()
+    assert filled(text, knobs(read(RESULTS))) == text, "run `make bench-report`"
+
+
+def test_a_knob_has_a_row_for_each_value() -> None:
+    figures = {"median": 2.0, "min": 1.0, "max": 3.0}
+    row = {"field": "max_slots", "value": 4, "requests": 8, "no_memory": 0.25, "preemptions": 1}
+    made = record("tuning", model="m", rows=[row | {"output_tokens_per_s": figures, "step_p99_ms": figures}])
+    assert "| `--max-slots 4` | 8 | 2.0 (1.0 to 3.0) | 2.0 ms (1.0 to 3.0) | 25.0 % | 1 |" in knobs([made])
 
 
 def test_without_records_a_table_says_so() -> None:
