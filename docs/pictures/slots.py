@@ -107,6 +107,8 @@ def _drawn(policy: str, timeline: Timeline, top: int) -> list[str]:
         for y, cell in zip(middle, cells, strict=True):
             place = f'x="{step * CELL + 12}" y="{y - 25}" width="{CELL - 2}" height="{CELL - 2}"'
             parts.append(f'<rect {place} fill="{COLOURS.get(cell, "url(#idle)")}" stroke="black"/>')
+            if cell not in COLOURS:  # a plain ground for the reason
+                parts.append(f'<rect x="{step * CELL + 13}" y="{y - 10}" width="{CELL - 4}" height="14" fill="white"/>')
             parts.append(_text(step, y, cell.replace("_", " ")))
     return parts
 
@@ -114,7 +116,7 @@ def _drawn(policy: str, timeline: Timeline, top: int) -> list[str]:
 def _text(step: int, y: int, text: str) -> str:
     size = ' font-size="9"' if step and len(text) > 2 else ""
     x = step * CELL + 12 + CELL // 2 - 1
-    return f'<text x="{x}" y="{y}"{size} stroke="white" stroke-width="2" paint-order="stroke">{text}</text>'
+    return f'<text x="{x}" y="{y}"{size}>{text}</text>'
 
 
 if __name__ == "__main__":
