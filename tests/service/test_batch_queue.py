@@ -278,7 +278,7 @@ def test_fetch_takes_what_has_ended_and_goes_on_later(
 
 
 def test_a_cancelled_batch_ends_and_its_lines_can_be_run_again(
-    batch: Run, given: Path, out: Path, make_worker: WorkerMaker, capsys: Capture
+    batch: Run, given: Path, out: Path, errors: Path, make_worker: WorkerMaker, capsys: Capture
 ) -> None:
     batch_id = added(batch, given, capsys)
     assert batch("cancel", batch_id) == 0
@@ -290,10 +290,25 @@ def test_a_cancelled_batch_ends_and_its_lines_can_be_run_again(
     assert batch("tail", batch_id) == 1
     found = record(batch, batch_id, capsys)
     assert (found["status"], found["counts"]["cancelled"]) == ("cancelled", NUM_LINES)
+    assert batch("fetch", batch_id, "-o", out) == 1
+    assert (len(ids(out)), len(ids(errors))) == (0, NUM_LINES)
     assert batch("retry-failed", batch_id) == 0
     assert batch("tail", batch_id) == 0
-    assert batch("fetch", batch_id, "-o", out) == 0
-    assert len(ids(out)) == NUM_LINES
+    assert batch("fetch", batch_id, "-o", out, "--resume") == 0
+    assert (len(ids(out)), len(ids(errors))) == (NUM_LINES, 0)
+
+
+def test_a_submit_with_an_output_runs_again_what_failed_when_told_to(
+    batch: Run, given: Path, out: Path, errors: Path, make_worker: WorkerMaker, capsys: Capture
+) -> None:
+    batch_id = added(batch, given, capsys)
+    assert batch("cancel", batch_id) == 0
+    make_worker()
+    assert batch("tail", batch_id) == 1
+    assert batch("fetch", batch_id, "-o", out) == 1
+    assert batch("submit", "-i", given, "-o", out, "--resume") == 3
+    assert batch("submit", "-i", given, "-o", out, "--resume", "--retry-failed") == 0
+    assert (len(ids(out)), len(ids(errors))) == (NUM_LINES, 0)
 
 
 def test_a_submit_whose_batch_is_cancelled_ends_by_itself(

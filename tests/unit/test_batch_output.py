@@ -91,6 +91,19 @@ def test_resuming_goes_on_with_what_is_not_there(source: Path) -> None:
     assert written(source) == ["b", "d", "a", "c", None]
 
 
+def test_lines_that_failed_are_done_again_when_told_to_and_refused_ones_stay(source: Path) -> None:
+    with output_for(source) as (output, plan):
+        for state in ("succeeded", "dead", "expired", "cancelled"):
+            answer(output, plan, IDS[output.num_answers + output.num_errors - 1], state=state)
+    with output_for(source, resume=True) as (output, plan):
+        assert list(plan.todo()) == []
+    with output_for(source, resume=True, retry_failed=True) as (output, plan):
+        assert [line.custom_id for line in plan.todo()] == ["b", "c", "d"]
+        assert (output.num_retried, output.num_dropped, output.num_errors) == (3, 0, 1)
+        answer(output, plan)
+    assert sorted(written(source), key=str) == [None, "a", "b", "c", "d"]
+
+
 def test_resuming_what_never_began_begins(source: Path) -> None:
     run(source, resume=True)
     assert written(source) == ["a", "b", "c", "d", None]

@@ -63,6 +63,11 @@ class Record:
         return self.num_ended >= (self["added"] if self.is_cancelled else self.num_good)
 
     @property
+    def was_retried(self) -> bool:
+        """Whether lines that had failed were added again."""
+        return "retrying" in self.fields
+
+    @property
     def status(self) -> str:
         """In OpenAI's words."""
         if self.is_cancelled:

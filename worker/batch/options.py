@@ -42,6 +42,7 @@ class FileOptions:
     order: Order
     resume: bool
     force: bool
+    retry_failed: bool
     strict: bool
     rules: Rules = field(default_factory=Rules)
 
@@ -70,6 +71,7 @@ def output_options(*, required: bool) -> Callable[[F], F]:
                 option("--order", type=click.Choice(["done", "input"]), default="done", help="Order of the lines written."),
                 click.option("--resume", is_flag=True, help="Go on with files of an earlier call; what is done stays."),
                 click.option("--force", is_flag=True, help="With --resume: although input or parameters are others by now."),
+                click.option("--retry-failed", is_flag=True, help="With --resume: run again what failed; refused lines stay."),
             )
         ):
             function = wrap(function)
@@ -107,9 +109,11 @@ def line_options(function: F) -> F:
 def take_options(given: dict[str, Any]) -> FileOptions:
     """Take the shared options out of what click passed to a command; those that the command does not have are at rest."""
     paths = {"input": given.pop("input_path"), "output": given.pop("output", None), "errors": given.pop("errors", None)}
-    flags: dict[str, Any] = {name: given.pop(name, False) for name in ("resume", "force", "strict")}
-    if flags["force"] and not flags["resume"]:
-        raise InvalidOption("--force: only goes on with what is there; give --resume too, or write to another file")
+    flags: dict[str, Any] = {name: given.pop(name, False) for name in ("resume", "force", "retry_failed", "strict")}
+    for name in ("force", "retry_failed"):
+        if flags[name] and not flags["resume"]:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidOption(f"{option}: only goes on with what is there; give --resume too, or write to another file")
     if paths["errors"] is not None and paths["output"] is None:
         raise InvalidOption("--errors: needs --output")
     fields = {name: given.pop(name, None) for name in COLUMN_FIELDS}
@@ -147,12 +151,15 @@ def open_output(plan: Plan, options: FileOptions, parameters: Mapping[str, Any])
     """
     assert options.output is not None
     how: dict[str, Any] = {"order": options.order, "resume": options.resume, "force": options.force}
+    how["retry_failed"] = options.retry_failed
     parameters = {"rules": asdict(options.rules), **parameters}
     num_done = 0
     try:
         with BatchOutput(plan, options.input, options.output, options.errors_path, parameters, **how) as output:
             if output.num_dropped:
                 note(f"batch: {output.num_dropped} lines of earlier calls were torn or refused under other rules; done again")
+            if output.num_retried:
+                note(f"batch: {output.num_retried} lines had failed; done again")
             try:
                 yield output
             finally:

@@ -33,6 +33,8 @@ class BatchOutput:
     """Lines in the files, those of earlier runs included."""
     num_dropped: int
     """Lines of earlier runs that could not be read, or were refused under other rules; they are done again."""
+    num_retried: int
+    """Lines of earlier runs that had failed, and are done again on request."""
     record: dict[str, Any]
     """What `<out>.batch.json` holds; a road may keep its batch id in it (`remember`)."""
 
@@ -47,17 +49,20 @@ class BatchOutput:
         order: Order = "done",
         resume: bool = False,
         force: bool = False,
+        retry_failed: bool = False,
     ) -> None:
-        """`errors` may equal `out`. Bad lines of the plan are written as error lines at once.
+        """`errors` may equal `out`. Bad lines of the plan are written as error lines at once. With `retry_failed` the error
+        lines of earlier runs go, but for those of requests that were refused.
 
         `InvalidOption` when out or errors is the input, when a file exists and `resume` is false, when it belongs to another
         input or other parameters and `force` is false, when another process writes it.
         """
         self._plan = plan
         self._is_ordered = order == "input"
+        self._retries = retry_failed
         self._waiting: dict[int, Outcome] = {}
         self._next = 1
-        self.num_answers = self.num_errors = self.num_dropped = 0
+        self.num_answers = self.num_errors = self.num_dropped = self.num_retried = 0
         _check_paths(input_path, out, errors)
         with ExitStack() as opened:
             self._out = opened.enter_context(AppendedFile(out, "--output", is_new=not resume))
@@ -115,6 +120,7 @@ class BatchOutput:
             raise InvalidOption(f"--resume: {self._record_path}: {differs}, or go on all the same with --force")
         for file in {self._out, self._errors}:
             self.num_dropped += file.recover(lambda line: self._take(line, keep_refusals=not differs))
+        self.num_dropped -= self.num_retried
         self.record = {} if differs else found
         self.remember(input=str(input_path), **wanted)
         if self._is_ordered:
@@ -136,6 +142,9 @@ class BatchOutput:
         """Count a line of an earlier run and mark what it answers; whether it stays."""
         record = read_line(line)
         if record is None or (not keep_refusals and record["id"].startswith(REFUSAL_PREFIX)):
+            return False
+        if self._retries and may_be_retried(record):
+            self.num_retried += 1
             return False
         if (number := number_in(self._plan, record)) is not None:
             self._plan.mark_done(number)
@@ -198,6 +207,12 @@ def read_line(line: bytes) -> dict[str, Any] | None:
         and type(record.get("response", 0)) in (dict, type(None))
     )
     return record if is_ours else None
+
+
+def may_be_retried(record: Mapping[str, Any]) -> bool:
+    """Whether a line tells of a request that failed, and was not refused for what it asked."""
+    response = record["response"]
+    return response is None or not 200 <= response.get("status_code", 0) < 500
 
 
 def number_in(plan: Plan, record: Mapping[str, Any]) -> int | None:

@@ -77,8 +77,10 @@ def submit_command(
         batch = _batch(plan, options, name, priority, result_ttl_s)
         ledger = Ledger(server, queue)
         known = ledger.get(batch.batch_id)
-        _check_open(known, batch)
+        _check_open(known, batch, may_be_cancelled=options.retry_failed)
         with _watch(server, ledger, "batch", plan.num_good) as watch:
+            if known and options.retry_failed:
+                retry_failed(ledger, batch, watch)
             code = _add(ledger, batch, watch, known) if options.output is None else _run(ledger, batch, options, watch, window)
     raise click.exceptions.Exit(code)
 
@@ -146,6 +148,8 @@ def fetch_command(batch_id: str, *, redis_url: str, queue: str, wait: bool, **gi
         parameters = json.loads(record.fields["parameters"])
         given["input_path"] = Path(record.fields["input"])
         options = replace(take_options(given), rules=Rules(**parameters["rules"]))
+        if options.resume and record.was_retried:  # errors that were fetched are old ones
+            options = replace(options, retry_failed=True)
         is_late = options.order == "input"  # then a walk over the lines has their order
         with (
             _plan_of(record, options) as plan,
@@ -257,11 +261,11 @@ def _batch(plan: Plan, options: FileOptions, name: str | None, priority: str, re
     return Batch(name or f"batch_{drawn}", plan, facts, priority, result_ttl_s)
 
 
-def _check_open(record: Record | None, batch: Batch) -> None:
+def _check_open(record: Record | None, batch: Batch, *, may_be_cancelled: bool) -> None:
     """A batch holds one file, read in one way, and takes no more of it once it was cancelled."""
     if record is None:
         return
-    if record.is_cancelled:
+    if record.is_cancelled and not may_be_cancelled:
         fail(_was_cancelled(batch), CANCELLED)
     for fact in ("fingerprint", "parameters"):
         if record.fields[fact] != batch.facts[fact]:
