@@ -29,8 +29,10 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROO
 def code_of(page: Path) -> list[str]:
     """Inline code and lines of code blocks, without lines that are marked as planned."""
     found: list[str] = []
+    is_fenced = False
     for line in page.read_text().splitlines():
-        if line.startswith("    "):
+        is_fenced ^= line.startswith("```")
+        if is_fenced or line.startswith("    "):
             found.append(line.strip())
         elif PLANNED not in line:
             found += re.findall(r"`([^`]+)`", line)
