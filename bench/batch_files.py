@@ -1,6 +1,6 @@
 """What a batch file costs beside its tokens: lines per second, memory that must not grow with it, the engine's speed beside it.
 
-    python -m bench.batch_files memory [--road local] [--lines N] [--tokens N] [--slots N] [--order done|input] [--json OUT]
+    python -m bench.batch_files memory [--road local|queue] [--lines N] [--tokens N] [--slots N] [--order ...] [--json OUT]
     python -m bench.batch_files speed [sharegpt|alpaca] [--limit N] [--repeats K] [--json OUT]
 
 memory: runs the command on a file of so many lines with an engine that computes nothing (tests/support/fake_engine.py), samples
@@ -30,6 +30,8 @@ from bench.sides import OURS, Running
 from bench.workload import SHAPES, WorkItem, make_workload
 from engine.model import resolve
 from tests.support import fake_engine
+from worker.connection import connect
+from worker.embedded import EmbeddedServer
 
 WORKER = [sys.executable, "-m", "worker.cli"]
 PAUSE_S = 0.1
@@ -51,7 +53,27 @@ def local(folder: Path, slots: int, order: str) -> Iterator[Road]:
     yield Road([*WORKER, "batch", "run", *options, "--order", order, "--ignore-model", "--engine-command", engine])
 
 
-ROADS = {"local": local}
+@contextlib.contextmanager
+def queue(folder: Path, slots: int, order: str) -> Iterator[Road]:
+    """A server and a worker of its own; what has been collected lives on for a minute."""
+    engine = shlex.join(fake_engine.command(0.0))
+    model = str(fake_engine.save_model(folder / "model"))
+    with EmbeddedServer() as server, connect(server.url) as client:
+        where = ["--redis-url", server.url, "--queue", "bench"]
+        options = ["--model", model, "--cpu", "--max-slots", str(slots), "--metrics-port", "0", "--engine-command", engine]
+        worker = psutil.Popen([*WORKER, "start", *where, *options], stderr=subprocess.DEVNULL)
+        try:
+            watched = {
+                "worker": lambda: int(worker.memory_info().rss),
+                "server": lambda: int(client.info("memory")["used_memory"]),
+            }
+            yield Road([*WORKER, "batch", "submit", *where, "--order", order, "--ignore-model"], watched)
+        finally:
+            worker.terminate()
+            worker.wait()
+
+
+ROADS = {"local": local, "queue": queue}
 
 
 @click.group(help=__doc__)
