@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import click
 import redis
@@ -30,13 +30,13 @@ from worker.command import (
     fail,
     note,
     option,
-    plain,
     queue_options,
     say,
 )
 from worker.connection import connect
 from worker.errors import InvalidOption, QueueClosed, QueueFull, UnknownJob, WaitTimeout
-from worker.frames import Result
+from worker.frames import FINAL_STATES, Result
+from worker.job_view import job_data, job_text
 from worker.keys import LANES
 from worker.traceparent import well_formed
 from worker.wire import encode_body, parse_body
@@ -142,12 +142,19 @@ def job() -> None:
 def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
     """Print what the server knows of a job."""
     with connect(redis_url, queue) as server, Client(server, queue) as client:
-        known = {"id": job_id, "state": client.state(job_id)} | Broker(server, queue, "client").job(job_id)
-    if as_json:
-        say(json.dumps(known))
-    else:
-        width = max(map(len, known))
-        say("\n".join(f"{name:{width}}  {plain(value)}" for name, value in known.items()))
+        state = client.state(job_id)
+        known = Broker(server, queue, "client").job(job_id)
+        ended = _result_of(client, job_id) if state in FINAL_STATES else None
+        now_s, _ = cast("tuple[int, int]", server.time())  # its clock wrote the times
+    data = job_data(job_id, state, known, ended)
+    say(json.dumps(data) if as_json else job_text(data, ended, now_s * 1000))
+
+
+def _result_of(client: Client, job_id: str) -> Result | None:
+    """What an ended job has left, if it is still there."""
+    with suppress(UnknownJob):
+        return client.result(job_id)
+    return None
 
 
 @job.command()
@@ -291,8 +298,7 @@ class _Answers:
         else:
             self._is_inside_line |= stream.result.state == "succeeded"  # an empty answer is a line too
             self._end_line()
-            for choice in stream.result.choices[1:]:
-                say(choice.text)
+            _say_choices(stream.result, first=1)
             _explain(stream.result)
         return stream.result
 
@@ -301,9 +307,8 @@ class _Answers:
         if self._as_json:
             say(json.dumps(ended.to_dict()))
         else:
-            text = "\n".join(choice.text for choice in ended.choices)
-            if text or ended.state == "succeeded":
-                say(text)
+            if ended.state == "succeeded" or any(choice.text for choice in ended.choices):
+                _say_choices(ended)
             _explain(ended)
         return ended
 
@@ -342,8 +347,16 @@ class _Answers:
         return f"left; {goes_on} with {command_line('worker', 'job', 'cancel', *shown)}{rest}"
 
 
+def _say_choices(ended: Result, first: int = 0) -> None:
+    """The choices, one after the other. Of several the numbers are on stderr, so that stdout holds answers alone."""
+    for number, choice in enumerate(ended.choices[first:], first + 1):
+        if len(ended.choices) > 1:
+            note(f"job {ended.id}: choice {number} of {len(ended.choices)}: {choice.finish_reason or 'not ended'}")
+        say(choice.text)
+
+
 def _explain(ended: Result) -> None:
-    """Why a job did not succeed, on stderr."""
+    """Why a job did not succeed, and in which trace to look, on stderr."""
     if ended.state != "succeeded":
         why = ": ".join(filter(None, (ended.state, ended.code if ended.code != ended.state else None, ended.error)))
-        note(f"job {ended.id}: {why}")
+        note(f"job {ended.id}: {why}{f'; traceparent {ended.traceparent}' if ended.traceparent else ''}")

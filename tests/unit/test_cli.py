@@ -1,5 +1,6 @@
 """The command line: options, environment, exit codes, one-line errors."""
 
+import json
 import os
 import shlex
 import signal
@@ -396,6 +397,21 @@ def test_what_a_producer_wrote_cannot_steer_the_terminal(
     assert "\ufffd[2J" in capsys.readouterr().out
 
 
+def test_an_ended_job_is_shown_with_its_error_and_times_for_people(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(on_queue[1], on_queue[3]) as client:
+        client.enqueue("a", id="k")
+    finish(broker, "failed")
+    assert command.run(cli.cli, ["job", "show", "k", *on_queue]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["state"], lines["error"], lines["lane"]) == ("failed", "for a reason", "normal")
+    assert lines["enqueued"].endswith(" s ago)")
+    assert command.run(cli.cli, ["job", "show", "k", "--json", *on_queue]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["error"], data["attempt"], type(data["finished_ms"])) == ("for a reason", 1, int)
+
+
 def test_a_hint_holds_no_password(
     redis_client: redis.Redis, on_queue: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -624,7 +640,10 @@ def test_several_answers_are_printed_one_after_the_other(
     monkeypatch.setattr(Client, "enqueue", ends_at_once)
     for how in ("--follow", "--wait"):
         assert command.run(cli.cli, ["enqueue", how, "--n", "3", "a", *on_queue]) == 0
-        assert capsys.readouterr().out == "answer 0\nanswer 1\nanswer 2\n"
+        shown = capsys.readouterr()
+        assert shown.out == "answer 0\nanswer 1\nanswer 2\n"
+        numbered = [line.partition(": choice ")[2] for line in shown.err.splitlines() if ": choice " in line]
+        assert numbered == [f"{number} of 3: stop" for number in (1, 2, 3)[how == "--follow" :]]
 
 
 @pytest.mark.parametrize("given", ["acme", "acme=", "acme=x", "=2", "acme=0"])
