@@ -49,6 +49,8 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
     ((EngineUnavailable, EngineError), NO_ENGINE),
     ((SlotmillError, OSError), FAILED),
 )
+_OF_THE_LINE = (InvalidJob, InvalidOption, ConfigError, RequestRefused)
+"""Errors in what was typed; the others are of the world around it."""
 
 
 class Command(click.Command):
@@ -97,7 +99,16 @@ class Group(click.Group):
 def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:  # without the number
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
-    return str(error) or "cancelled"
+    said = str(error) or "cancelled"
+    if not isinstance(error, _OF_THE_LINE):
+        return said
+    return "\n".join(_with_command(line, click.get_current_context()) for line in said.splitlines())
+
+
+def _with_command(message: str, context: click.Context | None) -> str:
+    """What is wrong with a command line, after the command that refuses it."""
+    path = context.command_path.split()[1:] if context else ()
+    return ": ".join(filter(None, (" ".join(path), message)))
 
 
 def say(text: str = "", *, nl: bool = True) -> None:
@@ -225,8 +236,7 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         error.show()
         return BAD_INPUT
     except click.ClickException as error:
-        path = error.ctx.command_path.split()[1:] if isinstance(error, click.UsageError) and error.ctx else ()
-        note(": ".join(filter(None, (" ".join(path), error.format_message()))))
+        note(_with_command(error.format_message(), error.ctx if isinstance(error, click.UsageError) else None))
         return BAD_INPUT
     except OSError as error:  # commands end in an exit code, so this is click's help
         return _give_up_output(error)

@@ -84,7 +84,7 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
     """Add one job for each PROMPT and print its id, or its answer."""
     texts = [*prompts, *_lines(options["file"])]
     if not texts:
-        raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f, or standard input with -f -")
+        raise InvalidOption("no prompt; give one as an argument, or a file with -f, or standard input with -f -")
     if options["job_id"] and len(texts) > 1:
         raise InvalidOption(f"--id: {options['job_id']}: {len(texts)} prompts; an id is for one")
     if options["idempotency_key"] and len(texts) > 1:

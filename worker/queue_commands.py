@@ -115,7 +115,7 @@ def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool) -> None:
         where = f"queue {queue}, lane {lane}" if lane else f"queue {queue}"
         if not yes:
             waiting = admin.stats().lanes[lane].waiting if lane else admin.stats().num_waiting
-            _confirm("queue purge", f"{where}: end {jobs_text(waiting, 'waiting ')}?")
+            _confirm(f"{where}: end {jobs_text(waiting, 'waiting ')}?")
         number = admin.purge([lane] if lane else LANES)
         say(f"{where}: {jobs_text(number)} to end as cancelled")
         if number:
@@ -209,7 +209,7 @@ def drop(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool, 
     with _opened(redis_url, queue) as admin:
         jobs = _chosen(admin, job_ids, is_all=is_all)
         if is_all and jobs and not yes:
-            _confirm("dead drop", f"queue {queue}: forget {jobs_text(len(jobs), 'dead ')}?")
+            _confirm(f"queue {queue}: forget {jobs_text(len(jobs), 'dead ')}?")
         admin.drop([row for rows in jobs.values() for row in rows])
         say(f"queue {queue}: {jobs_text(len(jobs), 'dead ')} dropped")
         if unknown := [job_id for job_id in job_ids if job_id not in jobs]:
@@ -265,9 +265,9 @@ def _tell_what_holds(stats: QueueStats) -> None:
         note(f"no worker serves queue {stats.queue}: nothing that waits ends before one does")
 
 
-def _confirm(command: str, question: str) -> None:
+def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise InvalidOption(f"{command}: nobody can be asked here; give --yes")
+        raise InvalidOption("nobody can be asked here; give --yes")
     if not click.confirm(question, err=True):
         raise click.Abort
 
@@ -276,7 +276,7 @@ def _max_queued(bound: str) -> int | None:
     if bound == "none":
         return None
     if not bound.isascii() or not bound.isdigit() or len(bound) > 16 or int(bound) > MAX_LIMIT:
-        raise InvalidOption(f"limit: {bound[:64]!r}: a number of jobs from 0 to {MAX_LIMIT}, or none")
+        raise InvalidOption(f"{bound[:64]!r}: a number of jobs from 0 to {MAX_LIMIT}, or none")
     return int(bound)
 
 
@@ -292,7 +292,7 @@ def _newest(admin: QueueAdmin) -> Iterator[DeadRow]:
 def _chosen(admin: QueueAdmin, job_ids: Sequence[str], *, is_all: bool) -> dict[str, list[DeadRow]]:
     """The rows of these dead jobs, or of all, those first that died first."""
     if is_all == bool(job_ids):
-        raise InvalidOption("dead jobs: give ids, or --all for all of them")
+        raise InvalidOption("give ids, or --all for all of them")
     found = admin.dead_jobs(None if is_all else job_ids)
     return dict(reversed(found.items()))
 
