@@ -38,6 +38,7 @@ from worker.errors import InvalidOption, QueueClosed, QueueFull, UnknownJob, Wai
 from worker.frames import FINAL_STATES, Result
 from worker.job_view import job_data, job_text
 from worker.keys import LANES
+from worker.queues import served_elsewhere
 from worker.traceparent import well_formed
 from worker.wire import encode_body, parse_body
 
@@ -327,7 +328,9 @@ class _Answers:
 
     def _why_nobody_takes_it(self) -> str | None:
         if not self._broker.has_worker():
-            return f"no worker serves queue {self._queue} yet; waiting; start one with {command_line('worker', 'start')}"
+            start = f"start one with {command_line('worker', 'start')}"
+            elsewhere = served_elsewhere(self._server, self._queue)
+            return "; ".join(filter(None, (f"no worker serves queue {self._queue} yet", "waiting", start, elsewhere)))
         if self._server.hget(self._broker.keys.config, "paused") == b"1":
             return f"queue {self._queue} is paused; waiting; {command_line('worker', 'queue', 'resume')} ends that"
         return None

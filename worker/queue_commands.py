@@ -18,15 +18,18 @@ import redis
 
 from worker.codec import MalformedError, parse_json, unpack
 from worker.command import CANCELLED, FAILED, SECONDS, Group, command_line, fail, note, option, plain, queue_options, say
-from worker.connection import connect, unavailable
+from worker.connection import connect, is_cluster, unavailable
 from worker.errors import InvalidOption, ProtocolError, UnknownJob, WaitTimeout
 from worker.keys import LANES
 from worker.queue_admin import DeadRow, QueueAdmin, QueueStats
-from worker.queue_view import dead_data, dead_text, jobs_text, stats_data, stats_text
+from worker.queue_view import dead_data, dead_text, jobs_text, queue_data, queues_text, stats_data, stats_text
+from worker.queues import LOOK_S, find_queues
 
 WATCH_S = 1.0
 DRAIN_POLL_S = 0.5
 MAX_LIMIT = 2**53
+MAX_LISTED = 500
+"""Queues that are asked for what they hold, three round trips each."""
 SHOWN_IDS = 3
 """Ids in an error; the others are counted."""
 
@@ -46,6 +49,35 @@ def queue_group() -> None:
     """Look at a queue, hold it, empty it, bound it."""
 
 
+@queue_group.command("list")
+@queue_options
+@option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+def list_queues(*, redis_url: str, queue: str, as_json: bool) -> None:
+    """Print the queues that a server holds: what waits, runs and is dead in each, and how many workers serve it.
+
+    Of a cluster it asks the node that owns --queue. The server's keys are looked through for 5 seconds at most.
+    """
+    with connect(redis_url, queue) as server:
+        try:
+            found = find_queues(server)
+            listed = [QueueAdmin(server, name).stats() for name in found.queues[:MAX_LISTED]]
+        except redis.RedisError as error:
+            raise unavailable(server, error) from error
+        if is_cluster(server):
+            note(f"only queues on the node of queue {queue}; --queue with the name of another asks its node")
+    if as_json:
+        for stats in listed:
+            say(json.dumps(queue_data(stats)))
+    elif listed:
+        say(queues_text(listed))
+    else:
+        note("no queue on this server yet")
+    if not found.is_whole:
+        note(f"there may be more: the server has too many keys to look through in {LOOK_S:g} s")
+    elif len(found.queues) > MAX_LISTED:
+        note(f"the first {MAX_LISTED} of {len(found.queues)}")
+
+
 @queue_group.command()
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -58,7 +90,10 @@ def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
 
     with _opened(redis_url, queue) as admin:
         if not watch:
-            say(shown(admin.stats()))
+            found = admin.stats()
+            say(shown(found))
+            if not found.workers and not as_json and (elsewhere := admin.served_elsewhere()):
+                note(elsewhere)
         elif sys.stdout.isatty() and not as_json:
             _watch_live(lambda: shown(admin.stats()))
         else:
