@@ -207,12 +207,25 @@ def queue_options(function: F) -> F:
     )(function)
 
 
-def command_line(*words: str) -> str:
-    """`words` for the server and queue of the running command, as a line that works as it stands and holds no password."""
+def partition_options(function: F) -> F:
+    """Which server, and which queue in how many partitions."""
+    help_text = "Queues that the queue is split into, as the workers were told."
+    return queue_options(option("--partitions", type=int, default=1, help=help_text)(function))
+
+
+def command_line(*words: str, partition: str | None = None) -> str:
+    """`words` for the server and queue of the running command, as a line that works as it stands and holds no password.
+
+    With a `partition` for that alone, as commands want it that know of no partitions.
+    """
     context = click.get_current_context()
     line = list(words)
-    if context.get_parameter_source("queue") is not ParameterSource.DEFAULT:
+    if partition is not None and partition != context.params["queue"]:
+        line += ["--queue", partition]
+    elif context.get_parameter_source("queue") is not ParameterSource.DEFAULT:
         line += ["--queue", context.params["queue"]]
+    if partition is None and context.params.get("partitions", 1) != 1:
+        line += ["--partitions", str(context.params["partitions"])]
     option, where = server_words()
     return f"`{shlex.join(line + option)}`{where}"
 
