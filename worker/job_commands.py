@@ -24,6 +24,7 @@ from worker.command import (
     BAD_INPUT,
     CANCELLED,
     FAILED,
+    NOBODY_READS,
     SECONDS,
     Command,
     Group,
@@ -104,14 +105,25 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, partitions:
 
 
 def _add(answers: "_Answers", bodies: list[dict[str, Any]], options: dict[str, Any]) -> None:
-    """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout."""
+    """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout.
+
+    All are added whether or not somebody reads their ids to the end.
+    """
+    unread: click.exceptions.Exit | None = None
     for body in bodies:
         job_id = _put(answers, body, options)
         answers.job_ids.append(job_id)
         if not options["follow"] and not options["wait"]:
-            say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+            try:
+                say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+            except click.exceptions.Exit as left:
+                if left.exit_code != NOBODY_READS:
+                    raise
+                unread = left
         elif len(bodies) > 1 or sys.stderr.isatty():
             note(f"job {job_id}")
+    if unread is not None:
+        raise unread
 
 
 def _put(answers: "_Answers", body: dict[str, Any], options: dict[str, Any]) -> str:

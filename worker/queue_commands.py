@@ -187,6 +187,8 @@ def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> No
             say(json.dumps(dead_data(row)))
     elif rows:
         say(dead_text(rows))
+    elif sys.stderr.isatty():
+        note(f"no dead job on queue {queue}")
     if len(rows) == max_rows and num_rows > max_rows:
         note(f"the newest {max_rows} of {num_rows}; --limit shows more")
 

@@ -224,6 +224,16 @@ def test_no_dead_are_no_lines(run: Run, capsys: Capture) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_on_a_terminal_no_dead_are_a_word_beside_the_output(
+    run: Run, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("dead", "list") == 0
+    assert capsys.readouterr() == ("", f"worker: no dead job on queue {queue}\n")
+    assert run("dead", "list", "--json") == 0
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("how", [["list"], ["show", "a"]], ids=lambda how: how[0])
 def test_an_error_text_cannot_steer_the_terminal(run: Run, broker: Broker, how: list[str], capsys: Capture) -> None:
     die(broker, "a", error="\x1b[2Jgone\nnext")

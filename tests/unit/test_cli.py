@@ -598,6 +598,17 @@ def test_nobody_reading_ends_in_silence(on_queue: list[str], broker: Broker) -> 
 
 
 @pytest.mark.usefixtures("buffered")
+def test_all_jobs_are_added_whether_or_not_their_ids_are_read(on_queue: list[str], broker: Broker) -> None:
+    line = [sys.executable, "-m", "worker.cli", "enqueue", "-f", "-", *on_queue]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout
+        shown.stdout.close()
+        shown.stdout = None
+        assert (shown.communicate(b"prompt\n" * 20, 30), shown.returncode) == ((None, b""), 141)
+    assert broker.queue_counts()["normal"].waiting == 20
+
+
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("args", [["enqueue", "a"], ["enqueue", "--help"]], ids=lambda args: args[1])
 def test_an_output_that_cannot_be_written_is_one_line(on_queue: list[str], args: list[str]) -> None:
     line = [sys.executable, "-m", "worker.cli", *args, *on_queue]
