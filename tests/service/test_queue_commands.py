@@ -191,6 +191,28 @@ def test_a_purge_on_a_terminal_asks_and_takes_no_for_an_answer(
     assert settings(redis_client, queue) == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["queue", "pause"], {"is_paused": True, "is_closed": False, "max_queued": None}),
+        (["queue", "resume"], {"is_paused": False, "is_closed": False, "max_queued": None}),
+        (["queue", "drain", "--no-wait"], {"is_paused": False, "is_closed": True, "max_queued": None}),
+        (["queue", "limit", "7"], {"is_paused": False, "is_closed": False, "max_queued": 7}),
+        (["queue", "purge", "--lane", "low", "--yes"], {"lanes": ["low"], "jobs": 1}),
+        (["dead", "drop", "dead"], {"id": "dead", "status": "dropped"}),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_what_a_command_has_changed_is_one_line_of_json(
+    run: Run, broker: Broker, words: list[str], said: dict[str, object], capsys: Capture
+) -> None:
+    die(broker, "dead")
+    broker.enqueue("a", "low", b"")
+    assert run(*words, "--json") == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert said.items() <= json.loads(line).items()
+
+
 # worker dead
 
 

@@ -298,6 +298,28 @@ def test_every_command_and_option_says_what_it_does() -> None:
     assert [option.name for option in options if not option.help] == []
 
 
+@pytest.mark.parametrize(("options", "shown"), [((), "/models/m\n"), (("--json",), '{"name": "m", "path": "/models/m"}\n')])
+def test_a_model_s_directory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], shown: str
+) -> None:
+    monkeypatch.setattr("engine.model.resolve", lambda name: Path("/models") / name)
+    assert command.run(cli.cli, ["model", "path", "m", *options]) == 0
+    assert capsys.readouterr().out == shown
+
+
+WITHOUT_JSON = {
+    "demo": "is looked at",
+    "start": "prints its log, which --log-format makes JSON",
+    "redis": "prints one URL",
+    "completion": "prints a script",
+}
+
+
+def test_every_command_prints_json_but_those_that_have_nothing_to_say_in_it() -> None:
+    without = [item.name for item in all_commands(cli.cli) if not any("--json" in param.opts for param in item.params)]
+    assert without == list(WITHOUT_JSON)
+
+
 def test_the_entry_point_knows_its_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("worker, version ")
