@@ -56,9 +56,10 @@ def _when(unix_ms: object, now_ms: float, *, is_past: bool) -> str | None:
     age_s = (now_ms - unix_ms) / 1000
     away = f"{span(max(0.0, age_s))} ago" if is_past or age_s >= 0 else f"in {span(-age_s)}"
     try:
-        return f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M:%S%z} ({away})"
+        here = datetime.fromtimestamp(unix_ms / 1000).astimezone().isoformat(sep=" ", timespec="seconds")
     except (ValueError, OverflowError, OSError):  # a deadline beyond the calendar
         return away
+    return f"{here} ({away})"
 
 
 def _took(timings: Timings) -> str:

@@ -1,5 +1,7 @@
 """What is shown of one job."""
 
+from datetime import datetime
+
 import pytest
 
 from worker.frames import Choice, Result, Timings, Usage
@@ -73,6 +75,12 @@ def test_an_ended_job_says_why_how_long_and_in_which_trace() -> None:
 )
 def test_times_say_how_far_away_they_are(known: dict[str, str], away: str) -> None:
     assert away in shown(known)[-1]
+
+
+def test_a_time_is_the_local_one_with_its_distance_from_utc() -> None:
+    told = shown({"enqueued_ms": "88000"})[-1].removeprefix("enqueued  ").partition(" (")[0]
+    assert datetime.fromisoformat(told).timestamp() == 88
+    assert datetime.fromisoformat(told).utcoffset() is not None
 
 
 def test_data_holds_numbers_as_such_but_for_the_seed_which_is_none() -> None:
