@@ -4,6 +4,7 @@ Relies on `command` for what commands share. Leaves the work to the modules that
 `worker --help` is quick and no client command loads what the worker needs.
 """
 
+import json
 import os
 import signal
 import sys
@@ -156,11 +157,13 @@ def model() -> None:
 
 @model.command("path")
 @click.argument("name")
-def model_path(name: str) -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def model_path(name: str, *, as_json: bool) -> None:
     """Print the local directory of a model, fetched or converted if need be."""
     from engine.model import resolve
 
-    say(str(resolve(name)))
+    path = str(resolve(name))
+    say(json.dumps({"name": name, "path": path}) if as_json else path)
 
 
 cli.add_command(doctor)

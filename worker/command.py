@@ -49,6 +49,8 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
     ((EngineUnavailable, EngineError), NO_ENGINE),
     ((SlotmillError, OSError), FAILED),
 )
+_OF_THE_LINE = (InvalidJob, InvalidOption, ConfigError, RequestRefused)
+"""Errors in what was typed; the others are of the world around it."""
 
 
 class Command(click.Command):
@@ -97,7 +99,16 @@ class Group(click.Group):
 def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:  # without the number
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
-    return str(error) or "cancelled"
+    said = str(error) or "cancelled"
+    if not isinstance(error, _OF_THE_LINE):
+        return said
+    return "\n".join(_with_command(line, click.get_current_context()) for line in said.splitlines())
+
+
+def _with_command(message: str, context: click.Context | None) -> str:
+    """What is wrong with a command line, after the command that refuses it."""
+    path = context.command_path.split()[1:] if context else ()
+    return ": ".join(filter(None, (" ".join(path), message)))
 
 
 def say(text: str = "", *, nl: bool = True) -> None:
@@ -196,12 +207,25 @@ def queue_options(function: F) -> F:
     )(function)
 
 
-def command_line(*words: str) -> str:
-    """`words` for the server and queue of the running command, as a line that works as it stands and holds no password."""
+def partition_options(function: F) -> F:
+    """Which server, and which queue in how many partitions."""
+    help_text = "Queues that the queue is split into, as the workers were told."
+    return queue_options(option("--partitions", type=int, default=1, help=help_text)(function))
+
+
+def command_line(*words: str, partition: str | None = None) -> str:
+    """`words` for the server and queue of the running command, as a line that works as it stands and holds no password.
+
+    With a `partition` for that alone, as commands want it that know of no partitions.
+    """
     context = click.get_current_context()
     line = list(words)
-    if context.get_parameter_source("queue") is not ParameterSource.DEFAULT:
+    if partition is not None and partition != context.params["queue"]:
+        line += ["--queue", partition]
+    elif context.get_parameter_source("queue") is not ParameterSource.DEFAULT:
         line += ["--queue", context.params["queue"]]
+    if partition is None and context.params.get("partitions", 1) != 1:
+        line += ["--partitions", str(context.params["partitions"])]
     option, where = server_words()
     return f"`{shlex.join(line + option)}`{where}"
 
@@ -225,8 +249,7 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         error.show()
         return BAD_INPUT
     except click.ClickException as error:
-        path = error.ctx.command_path.split()[1:] if isinstance(error, click.UsageError) and error.ctx else ()
-        note(": ".join(filter(None, (" ".join(path), error.format_message()))))
+        note(_with_command(error.format_message(), error.ctx if isinstance(error, click.UsageError) else None))
         return BAD_INPUT
     except OSError as error:  # commands end in an exit code, so this is click's help
         return _give_up_output(error)

@@ -10,19 +10,21 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from typing import IO, Any
+from functools import partial
+from typing import IO, Any, cast
 
 import click
 import redis
 
 from worker.broker import Broker
-from worker.client import Client
+from worker.client import Client, refuse_unwritable
 from worker.command import (
     BAD_INPUT,
     CANCELLED,
     FAILED,
+    NOBODY_READS,
     SECONDS,
     Command,
     Group,
@@ -30,14 +32,16 @@ from worker.command import (
     fail,
     note,
     option,
-    plain,
-    queue_options,
+    partition_options,
     say,
 )
 from worker.connection import connect
 from worker.errors import InvalidOption, QueueClosed, QueueFull, UnknownJob, WaitTimeout
-from worker.frames import Result
-from worker.keys import LANES
+from worker.frames import FINAL_STATES, Result
+from worker.job_view import job_data, job_text
+from worker.keys import LANES, partition_of
+from worker.partitions import PartitionedClient
+from worker.queues import served_elsewhere
 from worker.traceparent import well_formed
 from worker.wire import encode_body, parse_body
 
@@ -51,7 +55,7 @@ SHOWN_IDS = 3
 
 @click.command(cls=Command)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@queue_options
+@partition_options
 @click.option("-f", "--file", type=click.File("rb"), help="One prompt on each line; - is standard input.")
 @option("--follow", is_flag=True, help="Stream each answer, in order.")
 @option("--wait", is_flag=True, help="Print each answer when it is complete, in order.")
@@ -80,11 +84,11 @@ SHOWN_IDS = 3
     "--traceparent", envvar="TRACEPARENT", show_envvar=True, default=None, help="Trace that the job belongs to (W3C)."
 )
 @click.option("--idempotency-key", default=None, help="For one prompt; the same key again within a day adds nothing.")
-def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: Any) -> None:
+def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, partitions: int, **options: Any) -> None:
     """Add one job for each PROMPT and print its id, or its answer."""
     texts = [*prompts, *_lines(options["file"])]
     if not texts:
-        raise InvalidOption("enqueue: no prompt; give one as an argument, or a file with -f, or standard input with -f -")
+        raise InvalidOption("no prompt; give one as an argument, or a file with -f, or standard input with -f -")
     if options["job_id"] and len(texts) > 1:
         raise InvalidOption(f"--id: {options['job_id']}: {len(texts)} prompts; an id is for one")
     if options["idempotency_key"] and len(texts) > 1:
@@ -94,21 +98,32 @@ def enqueue(prompts: tuple[str, ...], *, redis_url: str, queue: str, **options: 
         parse_body(body)
         encode_body(body)
     how = {"follow": options["follow"], "as_json": options["as_json"]}
-    with connect(redis_url, queue) as server, _Answers(server, queue, options["timeout_s"], **how) as answers:
+    with _Answers(redis_url, queue, partitions, options["timeout_s"], **how) as answers:
         _add(answers, bodies, options)
         if options["follow"] or options["wait"]:
             answers.show()
 
 
 def _add(answers: "_Answers", bodies: list[dict[str, Any]], options: dict[str, Any]) -> None:
-    """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout."""
+    """Add the jobs. Each id is told at once, as what follows may fail: on stderr when the answers go to stdout.
+
+    All are added whether or not somebody reads their ids to the end.
+    """
+    unread: click.exceptions.Exit | None = None
     for body in bodies:
         job_id = _put(answers, body, options)
         answers.job_ids.append(job_id)
         if not options["follow"] and not options["wait"]:
-            say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+            try:
+                say(json.dumps({"id": job_id}) if options["as_json"] else job_id)
+            except click.exceptions.Exit as left:
+                if left.exit_code != NOBODY_READS:
+                    raise
+                unread = left
         elif len(bodies) > 1 or sys.stderr.isatty():
             note(f"job {job_id}")
+    if unread is not None:
+        raise unread
 
 
 def _put(answers: "_Answers", body: dict[str, Any], options: dict[str, Any]) -> str:
@@ -137,46 +152,51 @@ def job() -> None:
 
 @job.command()
 @click.argument("job_id", metavar="ID")
-@queue_options
+@partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(job_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
+def show(job_id: str, *, redis_url: str, queue: str, partitions: int, as_json: bool) -> None:
     """Print what the server knows of a job."""
+    queue = _partition_of(queue, job_id, partitions)
     with connect(redis_url, queue) as server, Client(server, queue) as client:
-        known = {"id": job_id, "state": client.state(job_id)} | Broker(server, queue, "client").job(job_id)
-    if as_json:
-        say(json.dumps(known))
-    else:
-        width = max(map(len, known))
-        say("\n".join(f"{name:{width}}  {plain(value)}" for name, value in known.items()))
+        state = client.state(job_id)
+        known = Broker(server, queue, "client").job(job_id)
+        ended = _result_of(client, job_id) if state in FINAL_STATES else None
+        now_s, _ = cast("tuple[int, int]", server.time())  # its clock wrote the times
+    data = job_data(job_id, state, known, ended)
+    say(json.dumps(data) if as_json else job_text(data, ended, now_s * 1000))
+
+
+def _result_of(client: Client, job_id: str) -> Result | None:
+    """What an ended job has left, if it is still there."""
+    with suppress(UnknownJob):
+        return client.result(job_id)
+    return None
 
 
 @job.command()
 @click.argument("job_id", metavar="ID")
-@queue_options
+@partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
-def tail(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
+def tail(job_id: str, *, redis_url: str, queue: str, partitions: int, as_json: bool, timeout_s: float | None) -> None:
     """Stream a job's answer from its first token to its end."""
-    with (
-        connect(redis_url, queue) as server,
-        _Answers(server, queue, timeout_s, job_id, follow=True, as_json=as_json) as answers,
-    ):
+    with _Answers(redis_url, queue, partitions, timeout_s, job_id, follow=True, as_json=as_json) as answers:
         answers.show()
 
 
 @job.command()
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
-@queue_options
+@partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON, a line for each job.")
-def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str, as_json: bool) -> None:
+def cancel(job_ids: tuple[str, ...], *, redis_url: str, queue: str, partitions: int, as_json: bool) -> None:
     """Ask for the end of one or more jobs, and print the state that each was in."""
-    with Client(redis_url, queue) as client:
+    with _client(redis_url, queue, partitions) as client:
         unknown = [job_id for job_id in job_ids if not _cancel(client, job_id, as_json=as_json)]
     if unknown:
         raise click.exceptions.Exit(BAD_INPUT)
 
 
-def _cancel(client: Client, job_id: str, *, as_json: bool) -> bool:
+def _cancel(client: Client | PartitionedClient, job_id: str, *, as_json: bool) -> bool:
     """Ask for one end; whether the queue knows the job. One that it does not know keeps none of the others."""
     try:
         state = client.cancel(job_id)
@@ -189,15 +209,12 @@ def _cancel(client: Client, job_id: str, *, as_json: bool) -> bool:
 
 @job.command()
 @click.argument("job_id", metavar="ID")
-@queue_options
+@partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the end. Default: no limit.")
-def result(job_id: str, *, redis_url: str, queue: str, as_json: bool, timeout_s: float | None) -> None:
+def result(job_id: str, *, redis_url: str, queue: str, partitions: int, as_json: bool, timeout_s: float | None) -> None:
     """Wait for a job's end and print its answer."""
-    with (
-        connect(redis_url, queue) as server,
-        _Answers(server, queue, timeout_s, job_id, follow=False, as_json=as_json) as answers,
-    ):
+    with _Answers(redis_url, queue, partitions, timeout_s, job_id, follow=False, as_json=as_json) as answers:
         answers.show()
 
 
@@ -233,13 +250,13 @@ class _Answers:
     """
 
     def __init__(
-        self, server: redis.Redis, queue: str, timeout_s: float | None, *job_ids: str, follow: bool, as_json: bool
+        self, url: str, queue: str, partitions: int, timeout_s: float | None, *job_ids: str, follow: bool, as_json: bool
     ) -> None:
-        self.client = Client(server, queue)
-        self._server: Any = server  # redis-py's types cannot tell its sync replies from awaitables
+        self.client = _client(url, queue, partitions)
         self.job_ids = list(job_ids)
-        self._queue = queue
-        self._broker = Broker(server, queue, "client")
+        self._url, self._queue, self._partitions = url, queue, partitions
+        self._servers: dict[str, redis.Redis] = {}
+        self._opened = ExitStack()
         self._timeout_s = timeout_s
         self._show_one = self._follow if follow else self._wait
         self._as_json = as_json
@@ -253,9 +270,10 @@ class _Answers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._end_line()
-            fail(self._what_goes_on(), CANCELLED)
+        with self.client, self._opened:
+            if isinstance(error, KeyboardInterrupt):
+                self._end_line()
+                fail(self._what_goes_on(), CANCELLED)
 
     def tell_full(self) -> None:
         """Tell once that the queue is full."""
@@ -273,7 +291,7 @@ class _Answers:
             raise click.exceptions.Exit(FAILED)
 
     def _follow(self, job_id: str) -> Result:
-        stream = self.client.stream(job_id, self._timeout_s, on_silence=self._on_silence)
+        stream = self.client.stream(job_id, self._timeout_s, on_silence=partial(self._on_silence, job_id))
         for delta in stream:
             if self._as_json:
                 say(json.dumps({"id": job_id} | asdict(delta)))
@@ -291,19 +309,17 @@ class _Answers:
         else:
             self._is_inside_line |= stream.result.state == "succeeded"  # an empty answer is a line too
             self._end_line()
-            for choice in stream.result.choices[1:]:
-                say(choice.text)
+            _say_choices(stream.result, first=1)
             _explain(stream.result)
         return stream.result
 
     def _wait(self, job_id: str) -> Result:
-        ended = self.client.result(job_id, self._timeout_s, on_silence=self._on_silence)
+        ended = self.client.result(job_id, self._timeout_s, on_silence=partial(self._on_silence, job_id))
         if self._as_json:
             say(json.dumps(ended.to_dict()))
         else:
-            text = "\n".join(choice.text for choice in ended.choices)
-            if text or ended.state == "succeeded":
-                say(text)
+            if ended.state == "succeeded" or any(choice.text for choice in ended.choices):
+                _say_choices(ended)
             _explain(ended)
         return ended
 
@@ -312,13 +328,20 @@ class _Answers:
             self._is_inside_line = False
             say()
 
-    def _on_silence(self, state: str | None) -> None:
+    def _on_silence(self, job_id: str, state: str | None) -> None:
         """Tell once why nobody takes the job: a misspelt queue, or a paused one, looks like a slow one."""
         if self._was_told_unserved or state not in (None, "queued", "delayed") or time.monotonic() - self._started < UNSERVED_S:
             return
-        if why := why_nobody_takes(self._server, self._broker):
+        queue = partition_of(self._queue, job_id, self._partitions)
+        if why := why_nobody_takes(self._server(queue), queue):
             self._was_told_unserved = True
             note(why)
+
+    def _server(self, queue: str) -> redis.Redis:
+        """A connection beside the client's own, to the node of this partition."""
+        if queue not in self._servers:
+            self._servers[queue] = self._opened.enter_context(connect(self._url, queue))
+        return self._servers[queue]
 
     def _what_goes_on(self) -> str:
         """The jobs that were not shown and have not ended, and what ends them."""
@@ -326,7 +349,7 @@ class _Answers:
             return "cancelled; no job was added"
         jobs = self.job_ids[self._num_shown :]
         with suppress(redis.RedisError):  # asked once: to wait for a server would keep the one who wants to leave
-            jobs = self._broker.still_open(jobs)
+            jobs = self._still_open(jobs)
         if not jobs:
             return "left; all jobs have ended"
         shown, more = jobs[:SHOWN_IDS], len(jobs) - SHOWN_IDS
@@ -334,18 +357,50 @@ class _Answers:
         goes_on = "the job goes on: end it" if len(jobs) == 1 else f"{len(jobs)} jobs go on: end them"
         return f"left; {goes_on} with {command_line('worker', 'job', 'cancel', *shown)}{rest}"
 
+    def _still_open(self, job_ids: list[str]) -> list[str]:
+        """Those that have not ended, in their order."""
+        parted: dict[str, list[str]] = {}
+        for job_id in job_ids:
+            parted.setdefault(partition_of(self._queue, job_id, self._partitions), []).append(job_id)
+        still_open: set[str] = set()
+        for queue, part in parted.items():
+            still_open.update(Broker(self._server(queue), queue, "client").still_open(part))
+        return [job_id for job_id in job_ids if job_id in still_open]
+
+
+def _client(url: str, queue: str, partitions: int) -> Client | PartitionedClient:
+    return Client(url, queue) if partitions == 1 else PartitionedClient(url, queue, partitions)
+
+
+def _partition_of(queue: str, job_id: str, partitions: int) -> str:
+    """The queue in which a job with this id is to be looked for."""
+    refuse_unwritable(job_id)
+    return partition_of(queue, job_id, partitions)
+
+
+def _say_choices(ended: Result, first: int = 0) -> None:
+    """The choices, one after the other. Of several the numbers are on stderr, so that stdout holds answers alone."""
+    for number, choice in enumerate(ended.choices[first:], first + 1):
+        if len(ended.choices) > 1:
+            note(f"job {ended.id}: choice {number} of {len(ended.choices)}: {choice.finish_reason or 'not ended'}")
+        say(choice.text)
+
 
 def _explain(ended: Result) -> None:
-    """Why a job did not succeed, on stderr."""
+    """Why a job did not succeed, and in which trace to look, on stderr."""
     if ended.state != "succeeded":
         why = ": ".join(filter(None, (ended.state, ended.code if ended.code != ended.state else None, ended.error)))
-        note(f"job {ended.id}: {why}")
+        note(f"job {ended.id}: {why}{f'; traceparent {ended.traceparent}' if ended.traceparent else ''}")
 
 
-def why_nobody_takes(server: Any, broker: Broker) -> str | None:
-    """What keeps jobs of a queue waiting, other than jobs; None where nothing does."""
+def why_nobody_takes(server: redis.Redis, queue: str) -> str | None:
+    """What keeps the jobs of a queue, or partition, waiting, other than jobs; None where nothing does."""
+    broker = Broker(server, queue, "client")
     if not broker.has_worker():
-        return f"no worker serves queue {broker.keys.queue} yet; waiting; start one with {command_line('worker', 'start')}"
-    if server.hget(broker.keys.config, "paused") == b"1":
-        return f"queue {broker.keys.queue} is paused; waiting; {command_line('worker', 'queue', 'resume')} ends that"
+        start = f"start one with {command_line('worker', 'start')}"
+        elsewhere = served_elsewhere(server, queue)
+        return "; ".join(filter(None, (f"no worker serves queue {queue} yet", "waiting", start, elsewhere)))
+    if broker.paused_and_dead()[0]:
+        resume = command_line("worker", "queue", "resume", partition=queue)
+        return f"queue {queue} is paused; waiting; {resume} ends that"
     return None

@@ -15,6 +15,7 @@ import redis
 from worker.broker import Broker, LaneCounts
 from worker.keys import LANES, PSEUDO_CONSUMERS, WORKER_TTL_S
 from worker.lua import Scripts
+from worker.queues import served_elsewhere
 
 PAGE: Final = 200
 """Entries, jobs or rows that one call looks at."""
@@ -43,6 +44,11 @@ class QueueStats:
     def num_waiting(self) -> int:
         """Jobs that no worker holds, delayed ones included."""
         return self.delayed + sum(lane.waiting for lane in self.lanes.values())
+
+    @property
+    def num_running(self) -> int:
+        """Jobs in the hands of workers."""
+        return sum(lane.pending - lane.released - lane.suspects for lane in self.lanes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,10 @@ class QueueAdmin:
             done=done,
             workers=self._workers(beats, now_ms),
         )
+
+    def served_elsewhere(self) -> str:
+        """See worker/queues.py."""
+        return served_elsewhere(self._client, self.keys.queue)
 
     def num_open(self) -> tuple[int, int]:
         """Jobs in the lanes, waiting or running, and jobs that are not due yet, both of the same moment."""

@@ -18,17 +18,23 @@ import redis
 
 from worker.codec import MalformedError, parse_json, unpack
 from worker.command import CANCELLED, FAILED, SECONDS, Group, command_line, fail, note, option, plain, queue_options, say
-from worker.connection import connect, unavailable
+from worker.connection import connect, is_cluster, unavailable
 from worker.errors import InvalidOption, ProtocolError, UnknownJob, WaitTimeout
 from worker.keys import LANES
 from worker.queue_admin import DeadRow, QueueAdmin, QueueStats
-from worker.queue_view import dead_data, dead_text, jobs_text, stats_data, stats_text
+from worker.queue_view import dead_data, dead_text, jobs_text, queue_data, queues_text, stats_data, stats_text
+from worker.queues import LOOK_S, find_queues
 
 WATCH_S = 1.0
 DRAIN_POLL_S = 0.5
 MAX_LIMIT = 2**53
+MAX_LISTED = 500
+"""Queues that are asked for what they hold, three round trips each."""
 SHOWN_IDS = 3
 """Ids in an error; the others are counted."""
+
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON.")
+_as_json_lines = option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 
 
 @contextmanager
@@ -46,9 +52,38 @@ def queue_group() -> None:
     """Look at a queue, hold it, empty it, bound it."""
 
 
+@queue_group.command("list")
+@queue_options
+@_as_json_lines
+def list_queues(*, redis_url: str, queue: str, as_json: bool) -> None:
+    """Print the queues that a server holds: what waits, runs and is dead in each, and how many workers serve it.
+
+    Of a cluster it asks the node that owns --queue. The server's keys are looked through for 5 seconds at most.
+    """
+    with connect(redis_url, queue) as server:
+        try:
+            found = find_queues(server)
+            listed = [QueueAdmin(server, name).stats() for name in found.queues[:MAX_LISTED]]
+        except redis.RedisError as error:
+            raise unavailable(server, error) from error
+        if is_cluster(server):
+            note(f"only queues on the node of queue {queue}; --queue with the name of another asks its node")
+    if as_json:
+        for stats in listed:
+            say(json.dumps(queue_data(stats)))
+    elif listed:
+        say(queues_text(listed))
+    else:
+        note("no queue on this server yet")
+    if not found.is_whole:
+        note(f"there may be more: the server has too many keys to look through in {LOOK_S:g} s")
+    elif len(found.queues) > MAX_LISTED:
+        note(f"the first {MAX_LISTED} of {len(found.queues)}")
+
+
 @queue_group.command()
 @queue_options
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_as_json
 @option("--watch", is_flag=True, help="Print anew each second until Ctrl-C.")
 def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
     """Print what waits, runs and has ended, the queue's settings, and who serves it."""
@@ -58,7 +93,10 @@ def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
 
     with _opened(redis_url, queue) as admin:
         if not watch:
-            say(shown(admin.stats()))
+            found = admin.stats()
+            say(shown(found))
+            if not found.workers and not as_json and (elsewhere := admin.served_elsewhere()):
+                note(elsewhere)
         elif sys.stdout.isatty() and not as_json:
             _watch_live(lambda: shown(admin.stats()))
         else:
@@ -67,27 +105,30 @@ def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
 
 @queue_group.command()
 @queue_options
-def pause(*, redis_url: str, queue: str) -> None:
+@_as_json
+def pause(*, redis_url: str, queue: str, as_json: bool) -> None:
     """Let no worker take a job; those that run go on, and producers may add more."""
     with _opened(redis_url, queue) as admin:
         admin.pause()
-        say(f"queue {queue}: paused; {command_line('worker', 'queue', 'resume')} ends that")
+        _tell(admin, f"paused; {command_line('worker', 'queue', 'resume')} ends that", as_json=as_json)
 
 
 @queue_group.command()
 @queue_options
-def resume(*, redis_url: str, queue: str) -> None:
+@_as_json
+def resume(*, redis_url: str, queue: str, as_json: bool) -> None:
     """Let workers take jobs again, and producers add them: ends both a pause and a drain."""
     with _opened(redis_url, queue) as admin:
         admin.resume()
-        say(f"queue {queue}: open")
+        _tell(admin, "open", as_json=as_json)
 
 
 @queue_group.command()
 @queue_options
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the last job. Default: no limit.")
 @option("--no-wait", is_flag=True, help="Close the queue and leave.")
-def drain(*, redis_url: str, queue: str, timeout_s: float | None, no_wait: bool) -> None:
+@_as_json
+def drain(*, redis_url: str, queue: str, timeout_s: float | None, no_wait: bool, as_json: bool) -> None:
     """Take no jobs from producers any more, and wait until all that there are have ended.
 
     A bare XADD is not a producer that can be refused. The queue stays closed: worker queue resume reopens it.
@@ -96,28 +137,31 @@ def drain(*, redis_url: str, queue: str, timeout_s: float | None, no_wait: bool)
         admin.close()
         reopens = f"{command_line('worker', 'queue', 'resume')} reopens it"
         if no_wait:
-            say(f"queue {queue}: closed; {reopens}")
+            _tell(admin, f"closed; {reopens}", as_json=as_json)
             return
         try:
             _wait_until_empty(admin, timeout_s, reopens)
         except KeyboardInterrupt:
             fail(f"left; queue {queue} stays closed; {reopens}", CANCELLED)
-        say(f"queue {queue}: empty and closed; {reopens}")
+        _tell(admin, f"empty and closed; {reopens}", as_json=as_json)
 
 
 @queue_group.command()
 @queue_options
 @option("--lane", type=click.Choice(LANES), default=None, help="Only this lane. Default: all of them.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool) -> None:
+@_as_json
+def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool, as_json: bool) -> None:
     """End every job that waits now, delayed ones too, as cancelled; jobs that run go on."""
     with _opened(redis_url, queue) as admin:
         where = f"queue {queue}, lane {lane}" if lane else f"queue {queue}"
         if not yes:
             waiting = admin.stats().lanes[lane].waiting if lane else admin.stats().num_waiting
-            _confirm("queue purge", f"{where}: end {jobs_text(waiting, 'waiting ')}?")
-        number = admin.purge([lane] if lane else LANES)
-        say(f"{where}: {jobs_text(number)} to end as cancelled")
+            _confirm(f"{where}: end {jobs_text(waiting, 'waiting ')}?")
+        lanes = [lane] if lane else list(LANES)
+        number = admin.purge(lanes)
+        data = {"queue": queue, "lanes": lanes, "jobs": number}
+        say(json.dumps(data) if as_json else f"{where}: {jobs_text(number)} to end as cancelled")
         if number:
             _tell_what_holds(admin.stats())
 
@@ -125,12 +169,13 @@ def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool) -> None:
 @queue_group.command()
 @click.argument("bound", metavar="N|none")
 @queue_options
-def limit(bound: str, *, redis_url: str, queue: str) -> None:
+@_as_json
+def limit(bound: str, *, redis_url: str, queue: str, as_json: bool) -> None:
     """Bound the jobs that have not ended, whoever adds them; none takes the bound away."""
     max_queued = _max_queued(bound)
     with _opened(redis_url, queue) as admin:
         admin.set_limit(max_queued)
-        say(f"queue {queue}: {'no limit' if max_queued is None else f'limit {max_queued}'}")
+        _tell(admin, "no limit" if max_queued is None else f"limit {max_queued}", as_json=as_json)
 
 
 @click.group("dead", cls=Group)
@@ -141,7 +186,7 @@ def dead_group() -> None:
 @dead_group.command("list")
 @queue_options
 @option("--limit", "max_rows", type=click.IntRange(1), default=50, help="Jobs shown, the newest first.")
-@option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+@_as_json_lines
 def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> None:
     """Print when, why and where jobs died, without what was asked."""
     with _opened(redis_url, queue) as admin:
@@ -152,6 +197,8 @@ def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> No
             say(json.dumps(dead_data(row)))
     elif rows:
         say(dead_text(rows))
+    elif sys.stderr.isatty():
+        note(f"no dead job on queue {queue}")
     if len(rows) == max_rows and num_rows > max_rows:
         note(f"the newest {max_rows} of {num_rows}; --limit shows more")
 
@@ -159,7 +206,7 @@ def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> No
 @dead_group.command("show")
 @click.argument("job_id", metavar="ID")
 @queue_options
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_as_json
 @click.option("--body", "with_body", is_flag=True, help="Add the job's body, which holds the prompt.")
 def show_dead(job_id: str, *, redis_url: str, queue: str, as_json: bool, with_body: bool) -> None:
     """Print what is known of a dead job."""
@@ -181,7 +228,7 @@ def show_dead(job_id: str, *, redis_url: str, queue: str, as_json: bool, with_bo
 @click.argument("job_ids", metavar="[ID]...", nargs=-1)
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now.")
-@option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+@_as_json_lines
 def replay(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool, as_json: bool) -> None:
     """Give dead jobs a new life under their ids, as if they had never run, and print what became of each.
 
@@ -204,16 +251,26 @@ def replay(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now; asks first.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def drop(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool, yes: bool) -> None:
+@_as_json_lines
+def drop(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool, yes: bool, as_json: bool) -> None:
     """Forget dead jobs: they can no longer be shown or replayed."""
     with _opened(redis_url, queue) as admin:
         jobs = _chosen(admin, job_ids, is_all=is_all)
         if is_all and jobs and not yes:
-            _confirm("dead drop", f"queue {queue}: forget {jobs_text(len(jobs), 'dead ')}?")
+            _confirm(f"queue {queue}: forget {jobs_text(len(jobs), 'dead ')}?")
         admin.drop([row for rows in jobs.values() for row in rows])
-        say(f"queue {queue}: {jobs_text(len(jobs), 'dead ')} dropped")
+        if as_json:
+            for job_id in jobs:
+                say(json.dumps({"id": job_id, "status": "dropped"}))
+        else:
+            say(f"queue {queue}: {jobs_text(len(jobs), 'dead ')} dropped")
         if unknown := [job_id for job_id in job_ids if job_id not in jobs]:
             raise _not_dead(unknown, queue)
+
+
+def _tell(admin: QueueAdmin, words: str, *, as_json: bool) -> None:
+    """What a queue is now, in words or as `worker queue list` has it."""
+    say(json.dumps(queue_data(admin.stats())) if as_json else f"queue {admin.keys.queue}: {words}")
 
 
 def _watch(shown: Callable[[], str]) -> None:
@@ -265,9 +322,9 @@ def _tell_what_holds(stats: QueueStats) -> None:
         note(f"no worker serves queue {stats.queue}: nothing that waits ends before one does")
 
 
-def _confirm(command: str, question: str) -> None:
+def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise InvalidOption(f"{command}: nobody can be asked here; give --yes")
+        raise InvalidOption("nobody can be asked here; give --yes")
     if not click.confirm(question, err=True):
         raise click.Abort
 
@@ -276,7 +333,7 @@ def _max_queued(bound: str) -> int | None:
     if bound == "none":
         return None
     if not bound.isascii() or not bound.isdigit() or len(bound) > 16 or int(bound) > MAX_LIMIT:
-        raise InvalidOption(f"limit: {bound[:64]!r}: a number of jobs from 0 to {MAX_LIMIT}, or none")
+        raise InvalidOption(f"{bound[:64]!r}: a number of jobs from 0 to {MAX_LIMIT}, or none")
     return int(bound)
 
 
@@ -292,7 +349,7 @@ def _newest(admin: QueueAdmin) -> Iterator[DeadRow]:
 def _chosen(admin: QueueAdmin, job_ids: Sequence[str], *, is_all: bool) -> dict[str, list[DeadRow]]:
     """The rows of these dead jobs, or of all, those first that died first."""
     if is_all == bool(job_ids):
-        raise InvalidOption("dead jobs: give ids, or --all for all of them")
+        raise InvalidOption("give ids, or --all for all of them")
     found = admin.dead_jobs(None if is_all else job_ids)
     return dict(reversed(found.items()))
 

@@ -1,4 +1,4 @@
-"""What `worker queue stats` and `worker dead list` show, as text and as plain data for JSON.
+"""What `worker queue stats`, `worker queue list` and `worker dead list` show, as text and as plain data for JSON.
 
 Relies on nothing but the records that it is given. Text that others wrote cannot steer a terminal: `command.plain`.
 """
@@ -70,6 +70,30 @@ def stats_data(stats: QueueStats) -> dict[str, Any]:
         for worker in stats.workers
     ]
     return asdict(stats) | {"lanes": lanes, "workers": workers}
+
+
+def queues_text(queues: Sequence[QueueStats]) -> str:
+    """A line for each queue."""
+    head = ("queue", "waiting", "running", "dead", "workers", "state")
+    rows = [
+        (stats.queue, *map(str, (stats.num_waiting, stats.num_running, stats.dead, len(stats.workers))), condition(stats))
+        for stats in queues
+    ]
+    return table([head, *[tuple(map(plain, row)) for row in rows]])
+
+
+def queue_data(stats: QueueStats) -> dict[str, Any]:
+    """What such a line holds, as plain data."""
+    return {
+        "queue": stats.queue,
+        "waiting": stats.num_waiting,
+        "running": stats.num_running,
+        "dead": stats.dead,
+        "workers": len(stats.workers),
+        "is_paused": stats.is_paused,
+        "is_closed": stats.is_closed,
+        "max_queued": stats.max_queued,
+    }
 
 
 def dead_text(rows: Sequence[DeadRow]) -> str:

@@ -7,8 +7,10 @@ The fields are described in docs/protocol.md.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -208,7 +210,8 @@ def _logit_bias(value: Any) -> Mapping[int, float]:
 
 def _map(max_bytes: int) -> Check:
     return _when(
-        lambda value: type(value) is dict and len(codec.pack(value)) <= max_bytes, f"a map of at most {max_bytes} bytes encoded"
+        lambda value: type(value) is dict and len(codec.pack(value)) <= max_bytes,
+        f"a map of at most {max_bytes} bytes encoded; keep a key in it, and the rest elsewhere",
     )
 
 
@@ -407,7 +410,17 @@ def _checked(name: str, value: object) -> Any:
         codec.check(value)
         return FIELDS[name](value)
     except (MalformedError, _LimitError) as error:
-        raise InvalidJob(name, _shown(name, value), str(error)) from None
+        raise InvalidJob(name, _shown(name, value), f"{error}{_unquoted(name, value)}") from None
+
+
+def _unquoted(name: str, value: object) -> str:
+    """Advice where a number, true or false came as text."""
+    if type(value) is not str or not re.fullmatch("-?[0-9]{1,18}([.][0-9]{1,18})?|true|false", value):
+        return ""
+    with suppress(MalformedError, ValueError):
+        FIELDS[name](json.loads(value))
+        return "; write it without quotes"
+    return ""
 
 
 def _check_together(job: Job, given: Iterable[str]) -> None:
@@ -415,11 +428,15 @@ def _check_together(job: Job, given: Iterable[str]) -> None:
     if len(prompts) != 1:
         raise InvalidJob("prompt", " and ".join(prompts) or "missing", f"exactly one of {', '.join(PROMPTS)}")
     if job.min_tokens > job.max_tokens:
-        raise InvalidJob("min_tokens", job.min_tokens, f"at most max_tokens, which is {job.max_tokens}")
+        raise InvalidJob("min_tokens", job.min_tokens, f"at most max_tokens, which is {job.max_tokens}; change one of them")
     if job.num_choices > 1 and not job.max_tokens:
         raise InvalidJob("max_tokens", 0, "at least 1 with n or beam_width: 0 computes the prompt only")
     if job.num_choices * job.max_tokens > MAX_JOB_TOKENS:
-        raise InvalidJob("max_tokens", job.max_tokens, f"at most {MAX_JOB_TOKENS} in all of the {job.num_choices} choices")
+        raise InvalidJob(
+            "max_tokens",
+            job.max_tokens,
+            f"at most {MAX_JOB_TOKENS} in all of the {job.num_choices} choices; lower it or their number",
+        )
     check_logprobs("logprobs", job.logprobs, job.n * job.max_tokens)
     if job.beam_width:
         changed = (name for name in _NOT_WITH_BEAMS if getattr(job, name) != getattr(_NEUTRAL, name))
@@ -431,7 +448,7 @@ def check_logprobs(name: str, num_top: int | None, num_tokens: int) -> None:
     """`InvalidJob` when so many tokens, each with so many likeliest ones, are more than a result should hold."""
     if num_top is not None and num_tokens * (1 + num_top) > MAX_LOGPROBS:
         raise InvalidJob(
-            name, num_top, f"at most {MAX_LOGPROBS} log probabilities; {num_tokens} tokens have {1 + num_top} each"
+            name, num_top, f"at most {MAX_LOGPROBS} log probabilities; {num_tokens} tokens have {1 + num_top} each: lower one"
         )
 
 

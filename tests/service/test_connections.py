@@ -14,6 +14,7 @@ from tests.support.server import BrokerMaker, drop_queue, end_of, frame_to_emit,
 from tests.support.streams import Reader, Work
 from tests.support.wait import wait_until
 from tests.support.worker import workers
+from worker import cli, command
 from worker.broker import Broker
 from worker.client import Client
 from worker.connection import connect, hear, is_cluster
@@ -220,6 +221,20 @@ def test_a_queue_is_reached_at_the_node_that_owns_it_by_any_node(two_nodes: tupl
             assert client.state(job_id := client.enqueue("Hi")) == "queued"
             assert owner.exists(Keys("q").job(job_id))
             drop_queue(owner, "q")
+
+
+def test_the_queues_of_a_cluster_are_listed_node_by_node(
+    two_nodes: tuple[EmbeddedServer, EmbeddedServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = two_nodes
+    url = f"redis+cluster://127.0.0.1:{first.port}"
+    with Client(url, "q") as client, connect(second.url) as owner:
+        client.enqueue("Hi")
+        assert command.run(cli.cli, ["queue", "list", "--redis-url", url, "--queue", "q"]) == 0
+        drop_queue(owner, "q")
+    shown = capsys.readouterr()
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["queue", "q"]
+    assert shown.err == "worker: only queues on the node of queue q; --queue with the name of another asks its node\n"
 
 
 def test_a_stream_follows_its_queue_to_another_node(

@@ -285,6 +285,16 @@ def test_what_an_unknown_asks_for_lets_a_limited_user_know(admin: redis.Redis, d
     assert [check for check, row in rows.items() if row["verdict"] == "unknown"] == []
 
 
+def test_what_mends_several_checks_is_printed_once(
+    own: EmbeddedServer, admin: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin.execute_command("ACL SETUSER", "w", "on", ">s3cret", *OF_THE_DOCS)
+    command.run(cli.cli, ["doctor", "--only", "server", "--redis-url", own.url.replace("redis://", "redis://w:s3cret@")])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.split()[2] == "unknown" for line in lines) > 1
+    assert sum("give the user" in line for line in lines) == 1
+
+
 def test_examining_a_queue_changes_nothing(admin: redis.Redis, doctor: Doctor) -> None:
     Producer(admin, QUEUE).add("a", prompt="a")
     before = {key: admin.dump(key) for key in admin.keys("*")}

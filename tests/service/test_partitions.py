@@ -1,5 +1,7 @@
 """A queue in several partitions: one worker serves them all, each job stays where it was put."""
 
+import json
+import shlex
 from unittest.mock import Mock
 
 import pytest
@@ -8,6 +10,7 @@ import redis
 from tests.support.jobs import Producer, answer, token_ids
 from tests.support.server import BrokerMaker, brokers, drop_queue, end_of, frame_to_emit, leaked_keys, make_old
 from tests.support.worker import WorkerMaker
+from worker import cli, command
 from worker.broker import Broker
 from worker.client import Client
 from worker.errors import InvalidOption
@@ -158,3 +161,50 @@ def test_an_idempotency_key_meets_its_first_job_in_any_number_of_partitions(
         ids = {client.enqueue("w20", idempotency_key="once") for _ in range(4)}
         assert len(ids) == 1
         assert client.cancel(*ids) == "queued"
+
+
+def run(redis_url: str, queue: str, *words: str) -> int:
+    return command.run(cli.cli, [*words, "--redis-url", redis_url, "--queue", queue, "--partitions", "3"])
+
+
+def test_commands_find_the_jobs_that_they_have_put_into_partitions(
+    make_worker: WorkerMaker, redis_url: str, queue: str, parts: list[Broker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(redis_url, queue, "enqueue", "--max-tokens", "3", *(f"w{i}" for i in range(20, 28))) == 0
+    ids = capsys.readouterr().out.split()
+    assert len({partition_of(queue, job_id, 3) for job_id in ids}) > 1
+    assert run(redis_url, queue, "job", "cancel", *ids) == 0
+    assert capsys.readouterr().out.split() == ["queued"] * 8
+    make_worker("--partitions", "3")
+    for how in ("result", "tail"):
+        assert [run(redis_url, queue, "job", how, job_id, "--timeout-s", "10") for job_id in ids] == [1] * 8
+    capsys.readouterr()
+    assert run(redis_url, queue, "job", "show", ids[0], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
+    assert all(broker.queue_counts()["normal"].entries == 0 for broker in parts)
+
+
+@pytest.mark.usefixtures("parts")
+def test_hints_work_as_they_stand_for_a_queue_in_partitions(
+    redis_url: str, queue: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("worker.client.CHECK_S", 0.02)
+    monkeypatch.setattr("worker.job_commands.UNSERVED_S", 0.05)
+    assert run(redis_url, queue, "enqueue", "--wait", "a", "--id", "k", "--timeout-s", "0.5") == 4
+    part = partition_of(queue, "k", 3)
+    told = capsys.readouterr().err.splitlines()[0]
+    assert told.startswith(f"worker: no worker serves queue {part} yet; ")
+    assert f"`worker start --queue {queue} --partitions 3 --redis-url" in told
+
+    Broker(redis_client, part, "w").heartbeat({})
+    QueueAdmin(redis_client, part).pause()
+    assert run(redis_url, queue, "job", "result", "k", "--timeout-s", "0.5") == 4
+    told = capsys.readouterr().err.splitlines()[0]
+    assert command.run(cli.cli, shlex.split(told.split("`")[1])[1:]) == 0
+    assert capsys.readouterr().out == f"queue {part}: open\n"
+
+    monkeypatch.setattr(Client, "result", Mock(side_effect=KeyboardInterrupt))
+    assert run(redis_url, queue, "job", "result", "k") == 3
+    told = capsys.readouterr().err
+    assert command.run(cli.cli, shlex.split(told.split("`")[1])[1:]) == 0
+    assert capsys.readouterr().out == "queued\n"

@@ -191,6 +191,28 @@ def test_a_purge_on_a_terminal_asks_and_takes_no_for_an_answer(
     assert settings(redis_client, queue) == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["queue", "pause"], {"is_paused": True, "is_closed": False, "max_queued": None}),
+        (["queue", "resume"], {"is_paused": False, "is_closed": False, "max_queued": None}),
+        (["queue", "drain", "--no-wait"], {"is_paused": False, "is_closed": True, "max_queued": None}),
+        (["queue", "limit", "7"], {"is_paused": False, "is_closed": False, "max_queued": 7}),
+        (["queue", "purge", "--lane", "low", "--yes"], {"lanes": ["low"], "jobs": 1}),
+        (["dead", "drop", "dead"], {"id": "dead", "status": "dropped"}),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_what_a_command_has_changed_is_one_line_of_json(
+    run: Run, broker: Broker, words: list[str], said: dict[str, object], capsys: Capture
+) -> None:
+    die(broker, "dead")
+    broker.enqueue("a", "low", b"")
+    assert run(*words, "--json") == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert said.items() <= json.loads(line).items()
+
+
 # worker dead
 
 
@@ -221,6 +243,16 @@ def test_the_dead_are_lines_of_json(run: Run, broker: Broker, capsys: Capture) -
 
 def test_no_dead_are_no_lines(run: Run, capsys: Capture) -> None:
     assert run("dead", "list") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_no_dead_are_a_word_beside_the_output(
+    run: Run, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("dead", "list") == 0
+    assert capsys.readouterr() == ("", f"worker: no dead job on queue {queue}\n")
+    assert run("dead", "list", "--json") == 0
     assert capsys.readouterr() == ("", "")
 
 

@@ -1,5 +1,6 @@
 """The command line: options, environment, exit codes, one-line errors."""
 
+import json
 import os
 import shlex
 import signal
@@ -96,19 +97,19 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["start", "--gpu", "1,1"], "--gpu: 1,1 is not a list of different GPUs"),
         (["start", "--gpu", "0,2", "--tensor-parallel", "2"], "--gpu: 0,2: --tensor-parallel 2 needs 2 GPUs in a row"),
         (["start", "--gpu", "0,1", "--engines", "2"], "--engines: 2: on GPUs there is one for each that --gpu names"),
-        (["start", "--cpu", "--lease-s", "0"], "--lease-s: 0 is outside"),
+        (["start", "--cpu", "--lease-s", "0"], "worker: start: --lease-s: 0 is outside"),
         (["start", "--cpu", "--kv-blocks", "5", "--kv-memory", "0.5"], "exclude each other"),
-        (["start", "--cpu", "--block-size", "17"], "block_size: 17"),
+        (["start", "--cpu", "--block-size", "17"], "worker: start: block_size: 17"),
         (["start", "--cpu", "--redis-url", "localhost"], "redis URL"),
         (["start", "--cpu", "--redis-url", "redis://h:port/0"], "redis URL"),
         (["demo", "--redis-url", "localhost"], "redis URL"),
         (["job", "show", "a", "--redis-url", "localhost"], "redis URL"),
         (["job", "show", "a", "--queue", "a b"], "queue: 'a b'"),
-        (["enqueue"], "no prompt; give one as an argument, or a file with -f, or standard input with -f -"),
+        (["enqueue"], "worker: enqueue: no prompt; give one as an argument, or a file with -f, or standard input with -f -"),
         (["job", "cancel"], "worker: job cancel: Missing argument 'ID...'"),
         (["enqueue", "--nope"], "worker: enqueue: No such option"),
         (["enqueue", "a", "b", "--id", "x"], "--id: x: 2 prompts"),
-        (["enqueue", "a", "--temperature", "-1"], "temperature"),
+        (["enqueue", "a", "--temperature", "-1"], "worker: enqueue: temperature: -1.0: a number"),
         (["enqueue", "a", "--deadline-s", "nan"], "--deadline-s"),
         (["enqueue", "a", "--deadline-s", "inf"], "--deadline-s"),
         (["enqueue", "a", "--deadline-s", "1e308"], "--deadline-s"),
@@ -120,7 +121,7 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["enqueue", "a", "--delay-s", "-1"], "delay_s: -1.0: 0 to 2592000"),
         (["enqueue", "a", "--delay-s", "2592001"], "delay_s: 2592001.0: 0 to 2592000, which is 30 days"),
         (["queue", "limit"], "worker: queue limit: Missing argument 'N|none'"),
-        (["queue", "limit", "1e3"], "limit: '1e3': a number of jobs from 0 to 9007199254740992, or none"),
+        (["queue", "limit", "1e3"], "worker: queue limit: '1e3': a number of jobs from 0 to 9007199254740992, or none"),
         (["queue", "limit", "9" * 16], "a number of jobs from 0"),
         (["queue", "limit", "²"], "a number of jobs from 0"),
         (["queue", "purge", "--lane", "urgent"], "--lane"),
@@ -128,7 +129,7 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         (["queue", "stats", "--queue", "a b"], "queue: 'a b'"),
         (["dead", "list", "--limit", "0"], "--limit"),
         (["dead", "show"], "worker: dead show: Missing argument 'ID'"),
-        (["dead", "replay"], "give ids, or --all for all of them"),
+        (["dead", "replay"], "worker: dead replay: give ids, or --all for all of them"),
         (["dead", "replay", "a", "--all"], "give ids, or --all for all of them"),
         (["dead", "drop", "--yes"], "give ids, or --all for all of them"),
         (["start", "--cpu", "--kv-memory", "3x"], "'3x' is no memory; write 0.6 or 60%"),
@@ -297,6 +298,28 @@ def test_every_command_and_option_says_what_it_does() -> None:
     assert [option.name for option in options if not option.help] == []
 
 
+@pytest.mark.parametrize(("options", "shown"), [((), "/models/m\n"), (("--json",), '{"name": "m", "path": "/models/m"}\n')])
+def test_a_model_s_directory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], shown: str
+) -> None:
+    monkeypatch.setattr("engine.model.resolve", lambda name: Path("/models") / name)
+    assert command.run(cli.cli, ["model", "path", "m", *options]) == 0
+    assert capsys.readouterr().out == shown
+
+
+WITHOUT_JSON = {
+    "demo": "is looked at",
+    "start": "prints its log, which --log-format makes JSON",
+    "redis": "prints one URL",
+    "completion": "prints a script",
+}
+
+
+def test_every_command_prints_json_but_those_that_have_nothing_to_say_in_it() -> None:
+    without = [item.name for item in all_commands(cli.cli) if not any("--json" in param.opts for param in item.params)]
+    assert without == list(WITHOUT_JSON)
+
+
 def test_the_entry_point_knows_its_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("worker, version ")
@@ -394,6 +417,21 @@ def test_what_a_producer_wrote_cannot_steer_the_terminal(
     Client(redis_client, on_queue[3]).enqueue("Hi", id="a", tenant="\x1b[2J")
     assert command.run(cli.cli, ["job", "show", "a", *on_queue]) == 0
     assert "\ufffd[2J" in capsys.readouterr().out
+
+
+def test_an_ended_job_is_shown_with_its_error_and_times_for_people(
+    on_queue: list[str], broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(on_queue[1], on_queue[3]) as client:
+        client.enqueue("a", id="k")
+    finish(broker, "failed")
+    assert command.run(cli.cli, ["job", "show", "k", *on_queue]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["state"], lines["error"], lines["lane"]) == ("failed", "for a reason", "normal")
+    assert lines["enqueued"].endswith(" s ago)")
+    assert command.run(cli.cli, ["job", "show", "k", "--json", *on_queue]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["error"], data["attempt"], type(data["finished_ms"])) == ("for a reason", 1, int)
 
 
 def test_a_hint_holds_no_password(
@@ -582,6 +620,17 @@ def test_nobody_reading_ends_in_silence(on_queue: list[str], broker: Broker) -> 
 
 
 @pytest.mark.usefixtures("buffered")
+def test_all_jobs_are_added_whether_or_not_their_ids_are_read(on_queue: list[str], broker: Broker) -> None:
+    line = [sys.executable, "-m", "worker.cli", "enqueue", "-f", "-", *on_queue]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout
+        shown.stdout.close()
+        shown.stdout = None
+        assert (shown.communicate(b"prompt\n" * 20, 30), shown.returncode) == ((None, b""), 141)
+    assert broker.queue_counts()["normal"].waiting == 20
+
+
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("args", [["enqueue", "a"], ["enqueue", "--help"]], ids=lambda args: args[1])
 def test_an_output_that_cannot_be_written_is_one_line(on_queue: list[str], args: list[str]) -> None:
     line = [sys.executable, "-m", "worker.cli", *args, *on_queue]
@@ -624,7 +673,10 @@ def test_several_answers_are_printed_one_after_the_other(
     monkeypatch.setattr(Client, "enqueue", ends_at_once)
     for how in ("--follow", "--wait"):
         assert command.run(cli.cli, ["enqueue", how, "--n", "3", "a", *on_queue]) == 0
-        assert capsys.readouterr().out == "answer 0\nanswer 1\nanswer 2\n"
+        shown = capsys.readouterr()
+        assert shown.out == "answer 0\nanswer 1\nanswer 2\n"
+        numbered = [line.partition(": choice ")[2] for line in shown.err.splitlines() if ": choice " in line]
+        assert numbered == [f"{number} of 3: stop" for number in (1, 2, 3)[how == "--follow" :]]
 
 
 @pytest.mark.parametrize("given", ["acme", "acme=", "acme=x", "=2", "acme=0"])

@@ -427,6 +427,26 @@ def test_a_refusal_names_field_value_and_limit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"temperature": "0.7"}, "; write it without quotes"),
+        ({"seed": "-3"}, "; write it without quotes"),
+        ({"stream": "false"}, "; write it without quotes"),
+        ({"max_tokens": 4, "min_tokens": 5}, "; change one of them"),
+        ({"max_tokens": 2**24, "n": 2}, "; lower it or their number"),
+        ({"metadata": {"a": "b" * 2**15}}, "; keep a key in it, and the rest elsewhere"),
+    ],
+)
+def test_a_refusal_names_a_remedy_where_the_limit_is_none(body: dict[str, object], remedy: str) -> None:
+    assert field_refusal(**body).limit.endswith(remedy)
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": "256.5"}, {"temperature": "007"}, {"temperature": "hot"}, {"stop": ""}])
+def test_what_is_wrong_without_its_quotes_too_has_no_such_remedy(body: dict[str, object]) -> None:
+    assert "quotes" not in field_refusal(**body).limit
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [("temprature", "temperature"), ("max_token", "max_tokens"), ("max_completion_tokens", "max_tokens"), ("promt", "prompt"),
      ("Stop", "stop"), ("top-p", "top_p")],

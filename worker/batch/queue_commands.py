@@ -62,8 +62,17 @@ def _job_options(function: F) -> F:
 @_job_options
 @option("--window", type=click.IntRange(1, 100_000), default=2_000, help="With -o: most lines on the server at a time.")
 @click.option("--id", "name", help="Id of the batch. Default: made of the file and how it is read.")
+@option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
 def submit_command(
-    *, redis_url: str, queue: str, priority: str, result_ttl_s: int, window: int, name: str | None, **given: Any
+    *,
+    redis_url: str,
+    queue: str,
+    priority: str,
+    result_ttl_s: int,
+    window: int,
+    name: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Run the lines of a file as jobs of a queue.
 
@@ -82,6 +91,10 @@ def submit_command(
             if known and options.retry_failed:
                 retry_failed(ledger, batch, watch)
             code = _add(ledger, batch, watch, known) if options.output is None else _run(ledger, batch, options, watch, window)
+        if as_json:
+            _say_record(ledger.find(batch.batch_id))
+        elif options.output is None:
+            say(batch.batch_id)
     raise click.exceptions.Exit(code)
 
 
@@ -103,7 +116,7 @@ def status_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) 
     """Print how far a batch is."""
     with connect(redis_url, queue) as server:
         record = Ledger(server, queue).find(batch_id)
-    say(json.dumps(record.to_openai()) if as_json else _line(record))
+    _say_record(record) if as_json else say(_line(record))
 
 
 @click.command("tail", cls=Command)
@@ -137,7 +150,8 @@ def tail_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) ->
 @output_options(required=True)
 @queue_options
 @option("--wait", is_flag=True, help="Go on until the batch has ended.")
-def fetch_command(batch_id: str, *, redis_url: str, queue: str, wait: bool, **given: Any) -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
+def fetch_command(batch_id: str, *, redis_url: str, queue: str, wait: bool, as_json: bool, **given: Any) -> None:
     """Write the answers that a batch has so far, or with --wait all; they stay on the server for their time.
 
     With --order input it is waited for the end first.
@@ -161,20 +175,25 @@ def fetch_command(batch_id: str, *, redis_url: str, queue: str, wait: bool, **gi
                 _await_end(ledger, batch_id, watch)
             fetcher.follow() if wait and not is_late else fetcher.fetch()
             output.sync()
-            code = _tell_fetched(ledger.find(batch_id), fetcher.tally, tell_end(output, options), output.num_answers)
+            record = ledger.find(batch_id)
+            code = _tell_fetched(record, fetcher.tally, tell_end(output, options), output.num_answers)
+        if as_json:
+            _say_record(record)
     raise click.exceptions.Exit(code)
 
 
 @click.command("cancel", cls=Command)
 @click.argument("batch_id", metavar="ID")
 @queue_options
-def cancel_command(batch_id: str, *, redis_url: str, queue: str) -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
+def cancel_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) -> None:
     """End a batch: no more of it is taken, and what has not ended does soon, with what it has."""
     with connect(redis_url, queue) as server:
         ledger = Ledger(server, queue)
         record = ledger.find(batch_id)
         with _watch(server, ledger, "cancelling", record["last"]) as watch:
-            say(f"{batch_id}: {cancel(ledger, record, watch)} jobs asked to end")
+            num_asked = cancel(ledger, record, watch)
+        _say_record(ledger.find(batch_id)) if as_json else say(f"{batch_id}: {num_asked} jobs asked to end")
 
 
 @click.command("retry-failed", cls=Command)
@@ -182,8 +201,9 @@ def cancel_command(batch_id: str, *, redis_url: str, queue: str) -> None:
 @click.option("-i", "--input", "input_path", type=click.Path(path_type=Path), help="Its file, where that has moved.")
 @queue_options
 @_job_options
+@option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
 def retry_failed_command(
-    batch_id: str, *, input_path: Path | None, redis_url: str, queue: str, priority: str, result_ttl_s: int
+    batch_id: str, *, input_path: Path | None, redis_url: str, queue: str, priority: str, result_ttl_s: int, as_json: bool
 ) -> None:
     """Run the lines of a batch again that have ended and did not succeed, cancelled ones included."""
     with connect(redis_url, queue) as server:
@@ -195,7 +215,8 @@ def retry_failed_command(
             if plan.fingerprint != record.fields["fingerprint"]:
                 raise InvalidOption(f"--input: {options.input}: is not the file of batch {batch_id}; give that one")
             batch = _batch(plan, options, batch_id, priority, result_ttl_s)
-            say(f"{batch_id}: {retry_failed(ledger, batch, watch)} jobs run again")
+            num_added = retry_failed(ledger, batch, watch)
+        _say_record(ledger.find(batch_id)) if as_json else say(f"{batch_id}: {num_added} jobs run again")
 
 
 COMMANDS = (
@@ -230,7 +251,7 @@ class _Watch:
         if self._was_told_unserved or time.monotonic() - self._moved < UNSERVED_S:
             return
         try:
-            why = why_nobody_takes(self._server, self._ledger.broker)
+            why = why_nobody_takes(self._server, self._ledger.keys.queue)
         except redis.RedisError:  # it is asked again
             return
         if why:
@@ -277,7 +298,6 @@ def _add(ledger: Ledger, batch: Batch, watch: _Watch, known: Record | None) -> i
     if known is not None and known.has_ended:
         again = command_line("worker", "batch", "fetch", batch.batch_id)
         note(f"batch {batch.batch_id} has ended already; {again} with -o writes it, another --id runs the file anew")
-        say(batch.batch_id)
         return OK
     with _goes_on(batch.batch_id, "; the same command adds what is missing"):
         tally = submit(ledger, batch, watch)
@@ -285,7 +305,6 @@ def _add(ledger: Ledger, batch: Batch, watch: _Watch, known: Record | None) -> i
         fail(_was_cancelled(batch), CANCELLED)
     if tally.known:
         note(f"batch {batch.batch_id}: {tally.known} of its lines were on the queue already; {tally.added} were added")
-    say(batch.batch_id)
     return FAILED if batch.facts["bad"] else OK
 
 
@@ -359,6 +378,10 @@ def _tell_fetched(record: Record, tally: Tally, code: int, num_answers: int) -> 
         note(f"batch {record.batch_id}: the answers of {gone} lines are not on the server any more")
         return FAILED
     return FAILED if tally.lost else code
+
+
+def _say_record(record: Record) -> None:
+    say(json.dumps(record.to_openai()))
 
 
 def _line(record: Record) -> str:

@@ -115,9 +115,12 @@ def _json_lines(rows: list[Row]) -> Iterator[str]:
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:
+    """As text. What mends several stands below the first of them."""
     width = max(len(row.check) for row in rows)
+    told = {""}
     for row in rows:
         verdict = click.style(f"{row.verdict:7}", fg=_COLOURS[row.verdict])
         yield f"{row.section:7}  {row.check:{width}}  {verdict}  {row.found}"
-        if row.remedy:
+        if row.remedy not in told:
+            told.add(row.remedy)
             yield f"{'':{width + 11}}mend: {row.remedy}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import redis
 
-from worker.command import Command, command_line, option, queue_options, say
+from worker.command import Command, command_line, note, option, queue_options, say
 from worker.connection import connect, unavailable
 from worker.keys import names_of
 from worker.queue_view import stats_data
@@ -47,7 +47,7 @@ def top(
         elif is_live and is_terminal:
             from worker.top.screen import show
 
-            show(watch, interval_s, worker_id, _start_words())
+            show(watch, interval_s, worker_id, "; ".join(filter(None, (_start_words(), watch.served_elsewhere()))))
         else:
             _print_text(watch, interval_s, worker_id, is_live=is_live)
 
@@ -84,6 +84,8 @@ def _print_text(watch: "Watch", interval_s: float, worker_id: str, *, is_live: b
             with console.capture() as shown:
                 console.print(line, no_wrap=True, crop=False, soft_wrap=True)
             say(shown.get(), nl=False)
+        if not is_live and not look.workers and (elsewhere := watch.served_elsewhere()):
+            note(elsewhere)
 
 
 def _looks(watch: "Watch", interval_s: float, *, is_live: bool) -> Iterator["Look"]:

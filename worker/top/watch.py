@@ -80,6 +80,11 @@ class Watch:
         for road in self._roads:
             road.close()
 
+    def served_elsewhere(self) -> str:
+        """Where this queue has no worker, those of the server that have some, in words: worker/queues.py."""
+        is_served = any(road.admin.stats().workers for road in self._roads)
+        return "" if is_served else self._roads[0].admin.served_elsewhere()
+
     def look(self, may_wait: Callable[[], bool] = lambda: True) -> Look:
         """Ask, and wait up to `ANSWER_S` for the answers of all whose heart beats, or as long as it `may_wait`."""
         try:
