@@ -115,7 +115,7 @@ def test_of_many_bad_lines_the_first_are_told_and_the_others_counted(go: Go) -> 
 def test_strict_does_nothing_when_a_line_is_bad(go: Go) -> None:
     write_lines(request("a"), "nonsense")
     code, said = go("--strict")
-    assert (code, said[1:]) == (2, ["worker: --strict: 1 of 2 lines are bad; nothing was done"])
+    assert (code, said[1:]) == (2, ["worker: answer: --strict: 1 of 2 lines are bad; nothing was done"])
     assert sorted(path.name for path in Path().iterdir()) == ["in.jsonl"]
 
 
@@ -136,7 +136,7 @@ def test_a_file_without_a_good_line_is_code_2_and_its_one_reason(go: Go, lines: 
     write_lines(*lines)
     code, (line,) = go()
     assert code == 2
-    assert line.startswith("worker: --input: in.jsonl: ")
+    assert line.startswith("worker: answer: --input: in.jsonl: ")
     assert said in line
     assert not Path("out.jsonl").exists()
 
@@ -144,7 +144,7 @@ def test_a_file_without_a_good_line_is_code_2_and_its_one_reason(go: Go, lines: 
 def test_a_file_without_a_good_line_tells_its_reasons(go: Go) -> None:
     write_lines("x", request("a", temperature=-1))
     code, said = go()
-    assert (code, len(said), said[-1]) == (2, 3, "worker: --input: in.jsonl: none of its 2 lines can be served")
+    assert (code, len(said), said[-1]) == (2, 3, "worker: answer: --input: in.jsonl: none of its 2 lines can be served")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_verify_counts_what_is_too_much_to_tell_and_does_without_a_record(go: Go
 def test_verify_without_an_output_is_code_2(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_input(Path("in.jsonl"), "a")
-    assert check() == (2, "", ["worker: --output: out.jsonl: is no file; give the one that was written"])
+    assert check() == (2, "", ["worker: batch verify: --output: out.jsonl: is no file; give the one that was written"])
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ import click
 from worker.batch.lines import BadLine, Rules
 from worker.batch.output import BatchOutput, Order
 from worker.batch.plan import Plan
-from worker.command import BAD_INPUT, CANCELLED, FAILED, OK, fail, note, option, plain
+from worker.command import CANCELLED, FAILED, OK, fail, note, option, plain
 from worker.errors import InvalidOption
 from worker.progress import Progress
 
@@ -191,9 +191,9 @@ def _check(plan: Plan, options: FileOptions) -> None:
     if num_bad > SHOWN_BAD:
         note(f"{options.input}: {num_bad - SHOWN_BAD} more lines are bad")
     if not plan.num_good:
-        fail(f"--input: {options.input}: none of its {num_bad} lines can be served", BAD_INPUT)
+        raise InvalidOption(f"--input: {options.input}: none of its {num_bad} lines can be served")
     if num_bad and options.strict:
-        fail(f"--strict: {num_bad} of {plan.num_lines} lines are bad; nothing was done", BAD_INPUT)
+        raise InvalidOption(f"--strict: {num_bad} of {plan.num_lines} lines are bad; nothing was done")
 
 
 def _reasons(plan: Plan) -> set[str]:
