@@ -1,7 +1,7 @@
 """Frames, heard late, twice, out of a replay or across attempts, to what is new: each token once, in order.
 
 Pure: no connection and no clock. Relies on the indices and offsets of frames (docs/protocol.md) and on the order of the log.
-Leaves to `worker/client.py` where frames come from and what to do about a gap.
+Leaves to `worker/follower.py` where frames come from and what to do about a gap.
 """
 
 from dataclasses import dataclass
