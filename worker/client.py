@@ -6,18 +6,19 @@ allow; a server that was never reached is reported at once.
 
     with Client("redis://127.0.0.1:6379") as client:
         stream = client.stream(client.enqueue("Why is the sky blue?", max_tokens=64))
-        for delta in stream:
-            print(delta.text, end="")
+        for text in stream.text():
+            print(text, end="")
         print(stream.result.usage)
 """
 
+import os
 import random
 import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 from redis.client import PubSub
@@ -25,15 +26,28 @@ from redis.exceptions import AuthorizationError
 
 from worker.broker import ENDED, Broker, EnqueueReply
 from worker.codec import has_lone_surrogate
-from worker.connection import connect, hear, subscribe, unavailable
-from worker.deltas import Delta
+from worker.connection import DEFAULT_REDIS_URL, connect, hear, subscribe, unavailable
+from worker.deltas import Delta, Shown
 from worker.errors import InvalidJob, QueueClosed, QueueFull, UnknownJob
 from worker.follower import Follower, Hear, Silence
 from worker.frames import Result, decode_result
-from worker.keys import JOB_TTL_S
+from worker.keys import DEFAULT_QUEUE, JOB_TTL_S
 from worker.wire import encode_body, parse_body
 
-__all__ = ("Client", "Delta", "JobStream")
+if TYPE_CHECKING:
+    from worker.async_client import AsyncClient, AsyncJobStream
+else:
+
+    def __getattr__(name: str) -> object:
+        """The asynchronous half, imported by those who want it."""
+        if name in ("AsyncClient", "AsyncJobStream"):
+            from worker import async_client
+
+            return getattr(async_client, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ("AsyncClient", "AsyncJobStream", "Client", "Delta", "JobStream")
 
 CHECK_S = 1.0
 """Silence after which the server is asked whether the job has ended, or its log has more than was heard."""
@@ -53,7 +67,7 @@ _PASSING = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN")
 class Client:
     """One queue as producers and readers see it. Threads may share it."""
 
-    def __init__(self, server: "str | redis.Redis", queue: str = "default", *, patience_s: float = 30.0) -> None:
+    def __init__(self, server: "str | redis.Redis", queue: str = DEFAULT_QUEUE, *, patience_s: float = 30.0) -> None:
         """`server` is a URL (see worker/connection.py), or a client with bytes replies that stays the caller's to close.
 
         `patience_s`: how long a server that has gone is waited for.
@@ -72,6 +86,11 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @classmethod
+    def from_env(cls, *, patience_s: float = 30.0) -> "Client":
+        """The server and queue that the commands would use: SLOTMILL_REDIS_URL and SLOTMILL_QUEUE, or their defaults."""
+        return cls(*from_env(), patience_s=patience_s)
 
     def close(self) -> None:
         """Close what this client opened."""
@@ -124,15 +143,23 @@ class Client:
         """What the job has produced and will produce, from its first token to its end. See `OnSilence`."""
         return JobStream(self, job_id, timeout_s, on_silence)
 
-    def result(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> Result:
-        """Wait for the job's end. See `OnSilence`. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`."""
+    def result(
+        self, job_id: str, timeout_s: float | None = None, *, check: bool = False, on_silence: OnSilence | None = None
+    ) -> Result:
+        """Wait for the job's end. See `OnSilence`. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`, and with `check`
+        `JobFailed` when the job did not succeed.
+        """
         stream = self.stream(job_id, timeout_s, on_silence=on_silence)
-        if (stored := self._call(lambda: self._broker.result(job_id))) is not None:
-            return decode_result(stored)
-        for _ in stream:
-            pass
-        assert stream.result is not None
-        return stream.result
+        if (result := self._stored(job_id)) is None:
+            for _ in stream:
+                pass
+            result = stream.result
+        assert result is not None
+        return result.raise_for_state() if check else result
+
+    def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **fields: Any) -> Result:
+        """Put a job in (`enqueue`) and wait for its success; what either raises. After a `WaitTimeout` the job goes on."""
+        return self.result(self.enqueue(prompt, **fields), timeout_s, check=True)
 
     def cancel(self, job_id: str) -> str:
         """Ask for the job's end; the state it is in. It ends soon, with what it has.
@@ -175,6 +202,10 @@ class Client:
         if (state := self._broker.register(job_id)) is not None and state.encode() not in ENDED:
             return state
         raise UnknownJob(f"job {job_id}: not on queue {self._keys.queue}: it never was, or its result has expired")
+
+    def _stored(self, job_id: str) -> Result | None:
+        stored = self._call(lambda: self._broker.result(job_id))
+        return None if stored is None else decode_result(stored)
 
     def _follower(self, job_id: str, deadline: float | None) -> Follower:
         return Follower(self._redis, self._keys, job_id, find=self._find, deadline=deadline, check_s=CHECK_S)
@@ -223,6 +254,19 @@ class JobStream:
             except redis.RedisError as error:
                 time.sleep(retry.pause_s(error))
         self.result = follower.result
+
+    def text(self, choice: int = 0) -> Iterator[str]:
+        """The text of a choice as it comes, each character once.
+
+        A restart is not seen, as attempts answer alike; where one does not, this raises `TextChanged`, and at the end
+        `JobFailed` when the job did not succeed.
+        """
+        shown = Shown(choice)
+        for delta in self:
+            if new := shown.add(delta):
+                yield new
+        assert self.result is not None
+        self.result.raise_for_state()
 
     def _follow(self, follower: Follower, retry: "Retry") -> Iterator[Delta]:
         steps, answer = follower.follow(), None
@@ -303,6 +347,11 @@ class Retry:
         if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
             return self._client._was_reached
         return (error.status_code or str(error)).startswith(_PASSING)
+
+
+def from_env() -> tuple[str, str]:
+    """The server and the queue that the environment names, as for the commands."""
+    return os.environ.get("SLOTMILL_REDIS_URL") or DEFAULT_REDIS_URL, os.environ.get("SLOTMILL_QUEUE") or DEFAULT_QUEUE
 
 
 def _plain(messages: object) -> object:
