@@ -1,42 +1,56 @@
 """The client library: put jobs in, stream tokens, fetch results, cancel.
 
-Relies on the broker for what changes a job, and on `worker/deltas.py` for what is new in a frame. Imports no torch. A lost
-connection is made anew, with growing and jittered pauses, as long as the caller's deadline and `patience_s` allow; a server
-that was never reached is reported at once.
+Relies on the broker for what changes a job, and on `worker/follower.py` for what a stream has to ask and hear. Imports no
+torch. A lost connection is made anew, with growing and jittered pauses, as long as the caller's deadline and `patience_s`
+allow; a server that was never reached is reported at once.
 
     with Client("redis://127.0.0.1:6379") as client:
         stream = client.stream(client.enqueue("Why is the sky blue?", max_tokens=64))
-        for delta in stream:
-            print(delta.text, end="")
+        for text in stream.text():
+            print(text, end="")
         print(stream.result.usage)
 """
 
+import os
 import random
 import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
+from redis.client import PubSub
 from redis.exceptions import AuthorizationError
 
 from worker.broker import ENDED, Broker, EnqueueReply
 from worker.codec import has_lone_surrogate
-from worker.connection import connect, hear, subscribe, unavailable
-from worker.deltas import Assembler, Delta
-from worker.errors import InvalidJob, QueueClosed, QueueFull, UnknownJob, WaitTimeout
-from worker.frames import ControlFrame, Result, decode_frame, decode_result
-from worker.keys import JOB_TTL_S
+from worker.connection import DEFAULT_REDIS_URL, connect, hear, subscribe, unavailable
+from worker.deltas import Delta, Shown
+from worker.errors import InvalidJob, QueueClosed, QueueFull, UnknownJob
+from worker.follower import Follower, Hear, Silence
+from worker.frames import Result, decode_result
+from worker.keys import DEFAULT_QUEUE, JOB_TTL_S
 from worker.wire import encode_body, parse_body
 
-__all__ = ("Client", "Delta", "JobStream")
+if TYPE_CHECKING:
+    from worker.async_client import AsyncClient, AsyncJobStream
+else:
+
+    def __getattr__(name: str) -> object:
+        """The asynchronous half, imported by those who want it."""
+        if name in ("AsyncClient", "AsyncJobStream"):
+            from worker import async_client
+
+            return getattr(async_client, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ("AsyncClient", "AsyncJobStream", "Client", "Delta", "JobStream")
 
 CHECK_S = 1.0
 """Silence after which the server is asked whether the job has ended, or its log has more than was heard."""
-PAGE = 512
-"""Frames of the log read at a time."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 MAX_DELAY_S = JOB_TTL_S
@@ -53,7 +67,7 @@ _PASSING = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN")
 class Client:
     """One queue as producers and readers see it. Threads may share it."""
 
-    def __init__(self, server: "str | redis.Redis", queue: str = "default", *, patience_s: float = 30.0) -> None:
+    def __init__(self, server: "str | redis.Redis", queue: str = DEFAULT_QUEUE, *, patience_s: float = 30.0) -> None:
         """`server` is a URL (see worker/connection.py), or a client with bytes replies that stays the caller's to close.
 
         `patience_s`: how long a server that has gone is waited for.
@@ -72,6 +86,11 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @classmethod
+    def from_env(cls, *, patience_s: float = 30.0) -> "Client":
+        """The server and queue that the commands would use: SLOTMILL_REDIS_URL and SLOTMILL_QUEUE, or their defaults."""
+        return cls(*from_env(), patience_s=patience_s)
 
     def close(self) -> None:
         """Close what this client opened."""
@@ -124,15 +143,23 @@ class Client:
         """What the job has produced and will produce, from its first token to its end. See `OnSilence`."""
         return JobStream(self, job_id, timeout_s, on_silence)
 
-    def result(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> Result:
-        """Wait for the job's end. See `OnSilence`. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`."""
+    def result(
+        self, job_id: str, timeout_s: float | None = None, *, check: bool = False, on_silence: OnSilence | None = None
+    ) -> Result:
+        """Wait for the job's end. See `OnSilence`. Raises `UnknownJob`, `WaitTimeout`, `ServerUnavailable`, and with `check`
+        `JobFailed` when the job did not succeed.
+        """
         stream = self.stream(job_id, timeout_s, on_silence=on_silence)
-        if (stored := self._call(lambda: self._broker.result(job_id))) is not None:
-            return decode_result(stored)
-        for _ in stream:
-            pass
-        assert stream.result is not None
-        return stream.result
+        if (result := self._stored(job_id)) is None:
+            for _ in stream:
+                pass
+            result = stream.result
+        assert result is not None
+        return result.raise_for_state() if check else result
+
+    def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **fields: Any) -> Result:
+        """Put a job in (`enqueue`) and wait for its success; what either raises. After a `WaitTimeout` the job goes on."""
+        return self.result(self.enqueue(prompt, **fields), timeout_s, check=True)
 
     def cancel(self, job_id: str) -> str:
         """Ask for the job's end; the state it is in. It ends soon, with what it has.
@@ -176,9 +203,16 @@ class Client:
             return state
         raise UnknownJob(f"job {job_id}: not on queue {self._keys.queue}: it never was, or its result has expired")
 
+    def _stored(self, job_id: str) -> Result | None:
+        stored = self._call(lambda: self._broker.result(job_id))
+        return None if stored is None else decode_result(stored)
+
+    def _follower(self, job_id: str, deadline: float | None) -> Follower:
+        return Follower(self._redis, self._keys, job_id, find=self._find, deadline=deadline, check_s=CHECK_S)
+
     def _call(self, function: Callable[[], T]) -> T:
         """Call until the server answers. For what is safe to run twice."""
-        retry = _Retry(self, deadline=None)
+        retry = Retry(self, deadline=None)
         while True:
             try:
                 if not self._was_reached:  # so that a lost reply is never taken for a server that is not there
@@ -186,7 +220,7 @@ class Client:
                     self._was_reached = True
                 answer = function()
             except redis.RedisError as error:
-                retry.pause(error)
+                time.sleep(retry.pause_s(error))
             else:
                 retry.reset()
                 return answer
@@ -212,125 +246,74 @@ class JobStream:
 
     def __iter__(self) -> Iterator[Delta]:
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
-        retry = _Retry(self._client, deadline)
-        follower = _Follower(self._client, self.job_id, deadline, retry, self._on_silence)
+        retry = Retry(self._client, deadline)
+        follower = self._client._follower(self.job_id, deadline)
         while follower.result is None:
             try:
-                yield from follower.follow()
+                yield from self._follow(follower, retry)
             except redis.RedisError as error:
-                retry.pause(error)
+                time.sleep(retry.pause_s(error))
         self.result = follower.result
 
+    def text(self, choice: int = 0) -> Iterator[str]:
+        """The text of a choice as it comes, each character once.
 
-class _Follower:
-    """Follows one job over one connection after another: subscribe, then replay the log, then live."""
+        A restart is not seen, as attempts answer alike; where one does not, this raises `TextChanged`, and at the end
+        `JobFailed` when the job did not succeed.
+        """
+        shown = Shown(choice)
+        for delta in self:
+            if new := shown.add(delta):
+                yield new
+        assert self.result is not None
+        self.result.raise_for_state()
 
-    def __init__(
-        self, client: Client, job_id: str, deadline: float | None, retry: "_Retry", on_silence: OnSilence | None
-    ) -> None:
-        self.result: Result | None = None
+    def _follow(self, follower: Follower, retry: "Retry") -> Iterator[Delta]:
+        steps, answer = follower.follow(), None
+        with _Ear(self._client._redis) as ear:
+            while True:
+                try:
+                    step = steps.send(answer)
+                except StopIteration:
+                    return
+                answer = None
+                if isinstance(step, Delta):
+                    yield step
+                elif isinstance(step, Hear):
+                    answer = ear.hear(step)
+                elif isinstance(step, Silence):
+                    if self._on_silence is not None:
+                        self._on_silence(step.state)
+                else:
+                    answer = step()
+                    retry.reset()
+
+
+class _Ear:
+    """The subscription of one stream: to the channel that was asked for last."""
+
+    def __init__(self, client: Any) -> None:
         self._client = client
-        self._redis: Any = client._redis
-        self._keys = client._keys
-        self._job_id = job_id
-        self._deadline = deadline
-        self._retry = retry
-        self._on_silence = on_silence
-        self._state: str | None = None
-        self._assembler = Assembler()
-        self._attempt = 0
-        self._last_replayed: bytes | None = None
+        self._channel: str | None = None
+        self._subscription: PubSub | None = None
 
-    def follow(self) -> Iterator[Delta]:
-        """Deltas until the job has ended. A `RedisError` may come at any time; call it again then."""
-        yield from self._catch_up(self._is_unread)
-        while self.result is None:
-            yield from self._listen()
+    def __enter__(self) -> "_Ear":
+        return self
 
-    def _listen(self) -> Iterator[Delta]:
-        job_id = self._job_id
-        with subscribe(self._redis, self._keys.channel(job_id)) as subscription:
-            while self.result is None and self._job_id == job_id:
-                heard = hear(subscription, self._wait_s())
-                if heard is None:
-                    yield from self._catch_up(self._is_ahead)
-                    if self._on_silence and self.result is None:
-                        self._on_silence(self._state)
-                elif heard[0] == "message":
-                    yield from self._take(heard[1])
-                else:  # a confirmation: our first, or another after redis-py has reconnected by itself
-                    yield from self._catch_up(self._is_unread)
+    def __exit__(self, *_: object) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
 
-    def _wait_s(self) -> float:
-        if self._deadline is None:
-            return CHECK_S
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise WaitTimeout(f"job {self._job_id}: has not ended in the time given; it goes on: wait longer, or cancel it")
-        return min(CHECK_S, left_s)
-
-    def _take(self, data: bytes) -> Iterator[Delta]:
-        frame = decode_frame(data)
-        self._attempt = max(self._attempt, frame.attempt)
-        deltas = self._assembler.add(frame)
-        if deltas is None:
-            yield from self._replay()
-            deltas = self._assembler.add(frame)
-        yield from deltas or ()
-        if isinstance(frame, ControlFrame) and frame.event == "end":
-            yield from self._end(self._redis.get(self._keys.result(self._job_id)))
-
-    def _catch_up(self, is_news: Callable[[bytes], bool]) -> Iterator[Delta]:
-        """Look for what was not heard: an end, more in the log (`is_news` of its last entry), another id that the body named,
-        FLUSHALL.
-        """
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.hmget(self._keys.job(self._job_id), "state", "alias")  # first: who has ended has a result
-        pipeline.xrevrange(self._keys.log(self._job_id), count=1)
-        pipeline.get(self._keys.result(self._job_id))
-        (state, alias), last, stored = pipeline.execute()
-        self._retry.reset()
-        self._state = None if state is None else state.decode()
-        if last and is_news(last[0][0]):
-            yield from self._replay()
-        if stored is not None:
-            yield from self._end(stored)
-        elif alias is not None:
-            self._job_id = alias.decode()
-        elif state is None or state in ENDED:
-            self._client._find(self._job_id)
-
-    def _is_unread(self, entry_id: bytes) -> bool:
-        """Whether the log has changed since the last replay: what a new connection has to know."""
-        return entry_id != self._last_replayed
-
-    def _is_ahead(self, entry_id: bytes) -> bool:
-        """Whether the log has tokens, or an attempt, that were not heard; its entries are named `<attempt>-<tokens logged>`.
-
-        What a silent connection has to know, at less cost: a slow job is silent between any two tokens.
-        """
-        attempt, _, num_tokens = entry_id.partition(b"-")
-        return (int(attempt), int(num_tokens)) > (self._attempt, self._assembler.num_tokens)
-
-    def _replay(self) -> Iterator[Delta]:
-        """All of the log from its start: after a failover it may be another than the one we knew."""
-        start = b"-"
-        while page := self._redis.xrange(self._keys.log(self._job_id), start, "+", count=PAGE):
-            for entry_id, fields in page:
-                frame = decode_frame(fields[b"m"])
-                self._attempt = max(self._attempt, frame.attempt)
-                yield from self._assembler.add(frame) or ()
-                self._last_replayed = entry_id
-            start = b"(" + page[-1][0]
-
-    def _end(self, stored: bytes | None) -> Iterator[Delta]:
-        if stored is not None:
-            result = decode_result(stored)
-            yield from self._assembler.finish(result)
-            self.result = result
+    def hear(self, wanted: Hear) -> tuple[str, bytes] | None:
+        """See `Hear`."""
+        if wanted.channel != self._channel:
+            self.__exit__()
+            self._channel, self._subscription = wanted.channel, subscribe(self._client, wanted.channel)
+        assert self._subscription is not None
+        return hear(self._subscription, wanted.wait_s)
 
 
-class _Retry:
+class Retry:
     """Pauses between attempts to reach the server, and when to stop trying."""
 
     def __init__(self, client: Client, deadline: float | None) -> None:
@@ -344,17 +327,17 @@ class _Retry:
         self._failures = 0
         self._client._was_reached = True
 
-    def pause(self, error: redis.RedisError) -> None:
-        """Wait a little; `ServerUnavailable` instead, when the error will not pass or the time is up."""
+    def pause_s(self, error: redis.RedisError) -> float:
+        """How long to wait; `ServerUnavailable` instead, when the error will not pass or the time is up."""
         now = time.monotonic()
         if not self._failures:
             self._failing_since = now
         until = min(self._failing_since + self._client._patience_s, self._deadline or float("inf"))
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
+        pause_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         if not self._may_pass(error) or now + pause_s > until:
             raise unavailable(self._client._redis, error) from None
-        time.sleep(pause_s)
+        return pause_s
 
     def _may_pass(self, error: redis.RedisError) -> bool:
         if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
@@ -364,6 +347,11 @@ class _Retry:
         if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
             return self._client._was_reached
         return (error.status_code or str(error)).startswith(_PASSING)
+
+
+def from_env() -> tuple[str, str]:
+    """The server and the queue that the environment names, as for the commands."""
+    return os.environ.get("SLOTMILL_REDIS_URL") or DEFAULT_REDIS_URL, os.environ.get("SLOTMILL_QUEUE") or DEFAULT_QUEUE
 
 
 def _plain(messages: object) -> object:

@@ -21,7 +21,7 @@ from click.core import ParameterSource
 
 from engine.errors import ConfigError, EngineError, RequestRefused
 from worker import config_file
-from worker.connection import hide_password
+from worker.connection import DEFAULT_REDIS_URL, hide_password
 from worker.errors import (
     EngineUnavailable,
     InvalidJob,
@@ -31,7 +31,7 @@ from worker.errors import (
     UnknownJob,
     WaitTimeout,
 )
-from worker.settings import DEFAULT_QUEUE, DEFAULT_REDIS_URL
+from worker.keys import DEFAULT_QUEUE
 
 OK, FAILED, BAD_INPUT, CANCELLED, TIMEOUT, NO_SERVER, NO_ENGINE = range(7)
 """Exit codes."""

@@ -37,6 +37,7 @@ from redis.exceptions import (
 from worker.errors import InvalidOption, ServerUnavailable
 from worker.keys import Keys
 
+DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
 MAX_TIMEOUT_S: Final = 86_400.0
 URL_ARGUMENTS: Final = (
     "db",
@@ -58,6 +59,7 @@ FORMS: Final = (
 )
 REST_S: Final = 5.0
 """What has begun to arrive on a channel is waited for so long."""
+MOVED: Final = "the queue has moved to another node"
 NOT_NOW: Final = "does not serve this now"
 
 _SEVERAL: Final = re.compile(
@@ -120,11 +122,22 @@ def subscribe(client: Any, channel: str) -> redis.client.PubSub:
     """A subscription on a connection of its own, not confirmed yet; the caller's to close."""
     subscription: redis.client.PubSub = client.pubsub()
     try:
-        (subscription.ssubscribe if is_cluster(client) else subscription.subscribe)(channel)
+        add_channel(client, subscription, channel)
     except BaseException:
         subscription.close()
         raise
     return subscription
+
+
+def add_channel(client: Any, subscription: redis.client.PubSub, channel: str) -> None:
+    """Make a subscription hear another channel too; its confirmation is still to come."""
+    (subscription.ssubscribe if is_cluster(client) else subscription.subscribe)(channel)
+
+
+def drop_channel(client: Any, subscription: redis.client.PubSub, channel: str) -> None:
+    """The opposite of `add_channel`."""
+    drop: Any = subscription.sunsubscribe if is_cluster(client) else subscription.unsubscribe
+    drop(channel)
 
 
 def publish(client: Any, channel: str, message: str | bytes) -> None:
@@ -138,6 +151,20 @@ def hear(subscription: redis.client.PubSub, timeout_s: float) -> tuple[str, byte
     `subscribe`: a confirmation, the first or another after redis-py has reconnected by itself. ConnectionError when the channel
     has moved to another node of the cluster.
     """
+    received = receive(subscription, timeout_s)
+    if received is None:
+        return None
+    kind, _, data = received
+    if kind == "sunsubscribe":
+        raise redis.ConnectionError(MOVED)
+    return kind, data
+
+
+def receive(subscription: redis.client.PubSub, timeout_s: float) -> tuple[str, str, bytes] | None:
+    """As `hear`, of a subscription to many channels: kind, channel and payload.
+
+    With `sunsubscribe` the channel was given up, or has moved to another node of the cluster.
+    """
     subscription.check_health()
     connection: Any = subscription.connection
     if not connection.can_read(timeout=timeout_s):  # get_message alone would drop the connection at half a message
@@ -146,9 +173,16 @@ def hear(subscription: redis.client.PubSub, timeout_s: float) -> tuple[str, byte
     if message is None:
         return None
     kind = message["type"].removeprefix("s") if message["type"] in ("smessage", "ssubscribe") else message["type"]
-    if kind == "sunsubscribe":
-        raise redis.ConnectionError("the queue has moved to another node")
-    return kind, message["data"]
+    return kind, (message["channel"] or b"").decode(), message["data"]
+
+
+def descriptor(subscription: redis.client.PubSub) -> int:
+    """The file that an event loop may watch: it can be read when the subscription brings something."""
+    sock = getattr(subscription.connection, "_sock", None)  # redis-py has no public name for it
+    if sock is None:
+        raise redis.ConnectionError("the subscription has lost its connection")
+    number: int = sock.fileno()
+    return number
 
 
 def _remedy(error: redis.RedisError) -> str:

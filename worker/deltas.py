@@ -1,12 +1,13 @@
 """Frames, heard late, twice, out of a replay or across attempts, to what is new: each token once, in order.
 
 Pure: no connection and no clock. Relies on the indices and offsets of frames (docs/protocol.md) and on the order of the log.
-Leaves to `worker/client.py` where frames come from and what to do about a gap.
+Leaves to `worker/follower.py` where frames come from and what to do about a gap.
 """
 
 from dataclasses import dataclass
 
 from engine.messages import TokenLogprobs
+from worker.errors import TextChanged
 from worker.frames import ControlFrame, Frame, Result, TokenFrame
 
 
@@ -74,6 +75,28 @@ class Assembler:
             )
             deltas += _continue(progress, whole)
         return deltas
+
+
+class Shown:
+    """The text of one choice for who cannot take back what was shown: after a restart nothing until there is more than that."""
+
+    def __init__(self, choice: int = 0) -> None:
+        self._choice = choice
+        self._text = ""
+
+    def add(self, delta: Delta) -> str:
+        """What is new. `TextChanged` when the choice goes on, or ends, otherwise than what was shown."""
+        if delta.choice != self._choice or delta.is_restart:
+            return ""
+        again = self._text[delta.offset : delta.offset + len(delta.text)]
+        is_short = delta.finish_reason is not None and delta.offset + len(delta.text) < len(self._text)
+        if is_short or not delta.text.startswith(again):
+            raise TextChanged(
+                f"choice {delta.choice}: character {delta.offset}: another attempt answers otherwise than what was given;"
+                " iterate over the stream itself, whose deltas tell of restarts"
+            )
+        self._text += (new := delta.text[len(again) :])
+        return new
 
 
 def _continue(progress: _Progress, frame: TokenFrame) -> list[Delta]:

@@ -5,6 +5,8 @@ SlotmillError
 │   └── UnknownVersion     an unknown major `v`; goes to `dead`
 ├── InvalidOption      an option of the worker or the command line that cannot work; exit code 2
 ├── UnknownJob         no such job on this queue (never there, or its result has expired)
+├── JobFailed          a job that was waited for did not succeed; carries its `result`
+├── TextChanged        a text iterator gave what a later attempt has answered otherwise
 ├── QueueFull          the bounded queue takes no more for now; carries `retry_after_s`
 │   └── QueueClosed        it takes none until it is reopened: it is being drained
 ├── ProtocolError      a frame or result that this version cannot read
@@ -12,6 +14,11 @@ SlotmillError
 ├── EngineUnavailable  the engine did not start or is gone; exit code 6
 └── WaitTimeout        a wait ended before the job did; exit code 4
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker.frames import Result
 
 
 class SlotmillError(Exception):
@@ -47,6 +54,21 @@ class UnknownJob(SlotmillError):
     """No such job on this queue."""
 
     code = "unknown_job"
+
+
+class JobFailed(SlotmillError):
+    """A job ended in another state than `succeeded`. `result` has what it came to, with the text so far."""
+
+    def __init__(self, result: "Result") -> None:
+        why = ": ".join(part for part in (result.code, result.error) if part)
+        super().__init__(f"job {result.id}: {result.state}" + (f": {why}" if why else ""))
+        self.result = result
+        self.state = result.state
+        self.code = result.code
+
+
+class TextChanged(SlotmillError):
+    """Text that a text iterator gave is void, and it cannot take it back."""
 
 
 class QueueFull(SlotmillError):

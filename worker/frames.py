@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 from engine.messages import TokenLogprobs
 from worker import codec
-from worker.errors import ProtocolError
+from worker.errors import JobFailed, ProtocolError
 
 VERSION = 1
 MAX_RESULT_ITEMS = 1 << 24
@@ -127,6 +127,17 @@ class Result:
     metadata: Mapping[str, object] = field(default_factory=dict)
     traceparent: str | None = None
     """The job's own, where it had a well-formed one (W3C Trace Context)."""
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice; of a beam search that is the best one. Empty when there is none."""
+        return self.choices[0].text if self.choices else ""
+
+    def raise_for_state(self) -> "Result":
+        """The result itself. Raises `JobFailed` when the job did not succeed."""
+        if self.state != "succeeded":
+            raise JobFailed(self)
+        return self
 
     def to_dict(self) -> dict[str, object]:
         """The result as maps, lists, text and numbers: what is stored, and what `--json` prints."""

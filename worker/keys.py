@@ -11,6 +11,7 @@ from typing import Final
 
 from worker.errors import InvalidOption
 
+DEFAULT_QUEUE: Final = "default"
 LANES: Final = ("high", "normal", "low")
 """Priorities of jobs, in the order in which they are served."""
 GROUP: Final = "workers"

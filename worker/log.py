@@ -3,8 +3,8 @@
 A job leaves four lines at most, all its attempts together: one when it has ended, and for each of the first two attempts one
 when it was taken over from a dead worker and one when it left without an end (`Attempt.level`). No line has text of a prompt or
 an answer, unless that is asked for: the message of an exception may quote what it was about, so tracebacks, and what libraries
-say, come without messages. Relies on structlog, and on `stderr` so that nobody waits for who reads; leaves what is worth a line
-to the callers.
+say, come without messages. Relies on structlog, which is imported when there is a line to write: a producer that imports the
+client hardly ever has one. Relies on `stderr` so that nobody waits for who reads; leaves what is worth a line to the callers.
 """
 
 import atexit
@@ -17,17 +17,18 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-
-import structlog
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from worker.stderr import Stderr
+
+if TYPE_CHECKING:
+    import structlog
 
 SHOWN_CHARS = 1000
 FAULT_LINE_S = 10.0
 """Between two lines about a fault of ours in a loop that goes on, and may meet it at each turn."""
 
-Logger = structlog.typing.FilteringBoundLogger
+Logger: TypeAlias = "structlog.typing.FilteringBoundLogger"
 
 _shows_prompts = False
 _is_json = False
@@ -43,6 +44,8 @@ def configure(*, verbose: bool = False, prompts: bool = False, form: Literal["au
     `form` is `auto`: text on a terminal, one JSON object a line elsewhere. `brief` is for a command that has its own words:
     errors alone, as commands say them, and what an engine writes on stderr is left out.
     """
+    import structlog
+
     global _shows_prompts, _is_json, _is_brief  # noqa: PLW0603  as structlog's own configuration
     if sys.stderr is None:  # closed by who started us: what is opened next has its number
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  until the end
@@ -98,7 +101,7 @@ def private(**texts: str) -> dict[str, str]:
     return {name: text[:SHOWN_CHARS] for name, text in texts.items()} if _shows_prompts else {}
 
 
-def _where_it_failed(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _where_it_failed(_logger: Any, _method: str, entry: "structlog.typing.EventDict") -> "structlog.typing.EventDict":
     """The traceback of an exception, or of the one that is being handled, as text."""
     if not entry.pop("exc_info", None):
         return entry
@@ -112,24 +115,37 @@ def _where_it_failed(_logger: Any, _method: str, entry: structlog.typing.EventDi
     return entry
 
 
-def _who_and_what_first(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _who_and_what_first(_logger: Any, _method: str, entry: "structlog.typing.EventDict") -> "structlog.typing.EventDict":
     first = {name: entry.pop(name) for name in ("timestamp", "level", "event", "part") if name in entry}
     lost = {"lines_lost": lost} if (lost := _stderr.take_num_lost()) else {}
     return first | (_bound if _is_json else {}) | dict(entry) | lost
 
 
-def _as_a_command(_logger: Any, _method: str, entry: structlog.typing.EventDict) -> str:
+def _as_a_command(_logger: Any, _method: str, entry: Any) -> str:
     if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
+        import structlog
+
         raise structlog.DropEvent
     del entry["timestamp"], entry["level"], entry["part"]
     event = str(entry.pop("event")).replace("_", " ")
     return " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
 
 
+class _Part:
+    """Stands for the logger of one part until its first line."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, method: str) -> Any:
+        import structlog
+
+        return getattr(structlog.get_logger(part=self._name), method)
+
+
 def get(name: str) -> Logger:
     """The logger of one part of the worker."""
-    logger: Logger = structlog.get_logger(part=name)
-    return logger
+    return cast("Logger", _Part(name))
 
 
 class Throttle:

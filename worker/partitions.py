@@ -185,9 +185,15 @@ class PartitionedClient:
         """See `Client.stream`."""
         return self.of(job_id).stream(job_id, timeout_s, on_silence=on_silence)
 
-    def result(self, job_id: str, timeout_s: float | None = None, *, on_silence: OnSilence | None = None) -> Result:
+    def result(
+        self, job_id: str, timeout_s: float | None = None, *, check: bool = False, on_silence: OnSilence | None = None
+    ) -> Result:
         """See `Client.result`."""
-        return self.of(job_id).result(job_id, timeout_s, on_silence=on_silence)
+        return self.of(job_id).result(job_id, timeout_s, check=check, on_silence=on_silence)
+
+    def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **fields: Any) -> Result:
+        """See `Client.generate`."""
+        return self.result(self.enqueue(prompt, **fields), timeout_s, check=True)
 
     def cancel(self, job_id: str) -> str:
         """See `Client.cancel`."""

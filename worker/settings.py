@@ -13,15 +13,14 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.config import EngineConfig, usable_cores
+from worker.connection import DEFAULT_REDIS_URL
 from worker.errors import InvalidOption
-from worker.keys import Keys, names_of
+from worker.keys import DEFAULT_QUEUE, Keys, names_of
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "engine.serve")
 """Starts the engine process; `--fd N` is added to it."""
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_QUEUE = "default"
-DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 DEFAULT_METRICS_PORT = 9400
 DEVICES = Path("/dev")
 

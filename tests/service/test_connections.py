@@ -1,5 +1,6 @@
 """A queue's life by every way to a server: TLS, Sentinels, a cluster, and a user who may do no more than is needed."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ import redis
 from tests.support.endpoints import ENDPOINTS, MASTER, Endpoint, cluster_node, sentinels, tls_in_front_of
 from tests.support.jobs import Producer, answer, events, token_ids
 from tests.support.server import BrokerMaker, drop_queue, end_of, frame_to_emit, make_old, take_over
-from tests.support.streams import Reader, Work
+from tests.support.streams import Reader, Work, text
 from tests.support.wait import wait_until
 from tests.support.worker import workers
 from worker import cli, command
 from worker.broker import Broker
-from worker.client import Client
+from worker.client import AsyncClient, Client
 from worker.connection import connect, hear, is_cluster
 from worker.embedded import EmbeddedServer
 from worker.errors import InvalidOption, ServerUnavailable
@@ -120,6 +121,32 @@ def test_a_stream_is_live_through_a_killed_connection(
     reader.wait_for(60)
     result = work.finish()
     assert reader.join().holds(result)
+
+
+def test_streams_of_an_event_loop_end_one_by_one_and_live_through_a_killed_connection(
+    redis_url: str, queue: str, broker: Broker, redis_client: redis.Redis
+) -> None:
+    async def read(client: AsyncClient, job_id: str) -> str:
+        return "".join([part async for part in client.stream(job_id, 30.0).text()])
+
+    async def read_all() -> list[str]:
+        async with AsyncClient(redis_url, queue) as client:
+            job_ids = [await client.enqueue("Hi") for _ in range(3)]
+            readings = {job_id: asyncio.create_task(read(client, job_id)) for job_id in job_ids}
+            works = await asyncio.to_thread(lambda: [Work.claim(broker) for _ in readings])
+            for work in works:  # the others still listen when one of them leaves
+                await asyncio.to_thread(write, work, is_killed=work is works[-1])
+                await readings[work.delivery.job_id]
+            return [reading.result() for reading in readings.values()]
+
+    def write(work: Work, is_killed: bool) -> None:
+        for k in range(20):
+            work.tokens()
+            if is_killed and k == 10:
+                redis_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        work.finish()
+
+    assert asyncio.run(read_all()) == [text(0, 20)] * 3
 
 
 def test_a_worker_serves_eight_streams_and_a_cancel(

@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import TokenLogprobs
-from worker.deltas import Assembler, Delta
+from worker.deltas import Assembler, Delta, Shown
+from worker.errors import TextChanged
 from worker.frames import Choice, ControlFrame, Result, TokenFrame
 
 IDS, TEXT = tuple(range(100, 120)), "abcdefghijklmnopqrst"
@@ -149,3 +151,27 @@ def test_any_frames_with_replays_give_the_whole_once(cuts: list[int], heard: lis
         given_out += deltas
     given_out += assembler.finish(result())
     assert applied(given_out) == (list(IDS), TEXT)
+
+
+def test_text_that_was_shown_is_not_shown_again_after_a_restart() -> None:
+    shown = Shown()
+    told = [
+        shown.add(delta)
+        for delta in (
+            Delta(0, 0, text="abcd"),
+            Delta(1, 0, text="another choice's"),
+            Delta(0, 1, offset=1, is_restart=True),
+            Delta(0, 1, text="bc", offset=1),
+            Delta(0, 3, text="def", offset=3, finish_reason="stop"),
+        )
+    ]
+    assert told == ["abcd", "", "", "", "ef"]
+
+
+@pytest.mark.parametrize(("text", "reason"), [("x", None), ("bcx", None), ("b", "stop")], ids=["at once", "later", "shorter"])
+def test_text_that_was_shown_and_comes_otherwise_is_an_error(text: str, reason: str | None) -> None:
+    shown = Shown()
+    shown.add(Delta(0, 0, text="abcd"))
+    shown.add(Delta(0, 1, offset=1, is_restart=True))
+    with pytest.raises(TextChanged, match="character 1: another attempt answers otherwise"):
+        shown.add(Delta(0, 1, text=text, offset=1, finish_reason=reason))

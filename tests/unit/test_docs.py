@@ -5,17 +5,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
 from prometheus_client import Metric
 
-from worker import wire
+from worker import errors, wire
 from worker.cli import cli
+from worker.client import AsyncClient, Client
 from worker.doctor import machine_checks, queue_checks, server_checks
 from worker.doctor.command import SECTIONS
 from worker.doctor.findings import name_of
 from worker.metrics import Metrics
+from worker.partitions import PartitionedClient
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -209,6 +212,24 @@ def test_the_fields_of_a_job_are_those_of_the_protocol() -> None:
     documented = {name for row in rows for name in names_in(row[0])}
     assert documented | set(wire.PROMPTS) | {"id"} == {field.name for field in fields(wire.Job)}
     assert not [row for row in rows if PLANNED in "".join(row)]
+
+
+def test_the_calls_of_the_clients_are_those_of_the_client_page() -> None:
+    documented = {name for row in table("docs/client.md", "Calls") for name in re.findall(r"`(\w+)", row[0])}
+    for kind, more in ((Client, {"from_env"}), (AsyncClient, {"from_env"}), (PartitionedClient, {"of"})):
+        assert {name for name in vars(kind) if not name.startswith("_")} == documented | more
+
+
+def test_the_errors_of_the_client_page_are_those_of_the_clients() -> None:
+    documented = {name for row in table("docs/client.md", "What is raised") for name in re.findall(r"`(\w+)", row[0])}
+    not_raised = {"UnknownVersion", "InvalidOption", "EngineUnavailable", "SlotmillError"}
+    assert documented == {name for name, kind in vars(errors).items() if isinstance(kind, type)} - not_raised
+
+
+def test_the_python_of_the_client_page_can_be_compiled() -> None:
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs/client.md").read_text(), re.MULTILINE)
+    for block in filter(str.strip, blocks):
+        compile(dedent(block), "docs/client.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_the_table_of_events_is_that_of_the_log() -> None:

@@ -58,6 +58,17 @@ def test_the_queue_side_loads_no_tensor_library(module: str) -> None:
     assert run_python(code) == "[]"
 
 
+def test_the_client_loads_nothing_beyond_redis_and_msgpack_that_is_not_ours_or_pythons() -> None:
+    code = """
+import sys, redis
+before = set(sys.modules)
+import worker.client
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(sorted(name for name in loaded if getattr(sys.modules[name], "__file__", None)))  # others have no file: Cython's own
+"""
+    assert run_python(code) == "['engine', 'msgpack', 'worker']"
+
+
 def test_the_command_line_loads_the_work_of_no_command_before_it_runs() -> None:
     work = ["worker.process", "worker.demo", "worker.top.watch", "worker.top.view", "worker.doctor.server_checks"]
     code = f"import sys, worker.cli; print([name for name in {work} if name in sys.modules])"
@@ -72,8 +83,8 @@ def test_a_wheel_carries_every_package_and_the_scripts_of_the_server(monkeypatch
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     packed = {Path(path).relative_to(build.build_lib) for path in build.get_outputs(include_bytecode=False)}
-    wanted = {path for name in PACKAGES for kind in ("*.py", "*.lua") for path in Path(name).rglob(kind)}
-    assert {path.suffix for path in wanted} == {".py", ".lua"}
+    wanted = {path for name in PACKAGES for kind in ("*.py", "*.lua", "py.typed") for path in Path(name).rglob(kind)}
+    assert {path.suffix for path in wanted} == {".py", ".lua", ".typed"}
     assert wanted == packed
 
 
