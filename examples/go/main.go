@@ -128,6 +128,10 @@ func (f *follower) listen() (*result, error) {
 
 // catchUp reads the log, from its start: after a failover it may be another than the one we knew.
 func (f *follower) catchUp(conn redis.Conn) (*result, error) {
+	stored, err := redis.Bytes(conn.Do("GET", f.key("res"))) // before the log, which is whole once there is a result
+	if err != nil && err != redis.ErrNil {
+		return nil, err
+	}
 	for start := "-"; ; {
 		entries, err := redis.Values(conn.Do("XRANGE", f.key("tok"), start, "+", "COUNT", page))
 		if err != nil {
@@ -147,19 +151,15 @@ func (f *follower) catchUp(conn redis.Conn) (*result, error) {
 			start = "(" + id
 		}
 		if len(entries) < page {
-			return f.ended(conn)
+			return f.ended(stored)
 		}
 	}
 }
 
-// ended is the result once there is one. What it has beyond the frames is given: all of it when nothing was streamed.
-func (f *follower) ended(conn redis.Conn) (*result, error) {
-	stored, err := redis.Bytes(conn.Do("GET", f.key("res")))
-	if err == redis.ErrNil {
+// ended decodes the result, if there is one, and gives what it has beyond the frames: all of it when nothing was streamed.
+func (f *follower) ended(stored []byte) (*result, error) {
+	if stored == nil {
 		return nil, nil
-	}
-	if err != nil {
-		return nil, err
 	}
 	var told result
 	if err := msgpack.Unmarshal(stored, &told); err != nil {

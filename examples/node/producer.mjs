@@ -39,23 +39,23 @@ export async function* follow(redis, queue, id, { timeoutMs = 600_000 } = {}) {
   subscriber.on("ready", () => hear(null)); //                   we do not know what we missed
   await subscriber.connect();
   try {
-    await subscriber.subscribe(key("ch"), (message) => hear(decode(message)), true); // returns when it is confirmed
+    // What is confirmed is heard from then on, so the log is read then. Not awaited: a lost connection may leave it unanswered.
+    const lookAgain = () => hear(null);
+    subscriber.subscribe(key("ch"), (message) => hear(decode(message)), true).then(lookAgain, lookAgain);
     for (;;) {
       const frame = heard.length ? heard.shift() : null;
-      let deltas = frame && progress.add(frame);
+      let deltas = frame && frame.e !== "end" ? progress.add(frame) : null;
       if (deltas === null) {
+        const stored = await bytes.get(key("res")); // before the log, which is whole once there is a result
         for await (const logged of readLog(bytes, key("tok"))) yield* progress.add(logged) ?? [];
-        deltas = (frame && progress.add(frame)) ?? [];
-      }
-      yield* deltas;
-      if (frame === null || frame.e === "end") {
-        const stored = await bytes.get(key("res"));
         if (stored !== null) {
           const result = decode(stored);
           yield* progress.finish(result);
           return result;
         }
+        deltas = (frame && progress.add(frame)) ?? [];
       }
+      yield* deltas;
       if (Date.now() > deadline) throw new Error(`job ${id}: has not ended in ${timeoutMs} ms; it goes on`);
       if (!heard.length) await Promise.race([new Promise((resolve) => (wake = resolve)), pause(CHECK_MS, null, { ref: false })]);
     }
