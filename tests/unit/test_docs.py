@@ -22,7 +22,8 @@ from worker.partitions import PartitionedClient
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "ops/runbook.md")
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/README.md", "ops/runbook.md")
 ] + sorted((ROOT / "docs").rglob("*.md"))
 PLANNED = "*(planned"
 
@@ -90,7 +91,7 @@ def test_links_into_a_page_lead_to_one_of_its_headings(page: Path) -> None:
 
 @each_page
 def test_files_named_exist(page: Path) -> None:
-    pattern = re.compile(r"(?:worker|engine|kernels|docs|ops|tests|bench)/[\w./*-]+\.(?:py|lua|md|conf)")
+    pattern = re.compile(r"(?:worker|engine|kernels|docs|ops|tests|bench|examples)/[\w./*-]+\.(?:py|lua|md|conf|sh|mjs|go|acl)")
     named = {name for code in code_of(page) for name in pattern.findall(code)}
     assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
 
