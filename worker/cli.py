@@ -18,7 +18,7 @@ from worker import config_file, log
 from worker.command import Group, is_verbose, option, queue_options, run, say
 from worker.doctor.command import doctor
 from worker.engine_options import check_device, engine_options, engine_settings
-from worker.errors import InvalidOption, ServerUnavailable
+from worker.errors import InvalidOption, Problems, ServerUnavailable
 from worker.job_commands import enqueue, job
 from worker.queue_commands import dead_group, queue_group
 from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, Settings
@@ -99,20 +99,23 @@ def start(
     """
     log.configure(verbose=is_verbose(), prompts=log_prompts, form=log_format)
     log.take_over()
-    settings = Settings(
-        **engine_settings(of_engine),
-        redis_url=redis_url,
-        queue=queue,
-        partitions=partitions,
-        tenant_weights=_weights(tenant_weight),
-        isolate_tenants=isolate_tenants,
-        burst=burst,
-        lease_s=lease_s,
-        drain_s=drain_s,
-        metrics_host=metrics_host,
-        metrics_port=metrics_port,
-        otlp_endpoint=otlp_endpoint or None,
-    )
+    problems = Problems()
+    arguments = engine_settings(of_engine, problems) | {
+        "redis_url": redis_url,
+        "queue": queue,
+        "partitions": partitions,
+        "tenant_weights": _weights(tenant_weight, problems),
+        "isolate_tenants": isolate_tenants,
+        "burst": burst,
+        "lease_s": lease_s,
+        "drain_s": drain_s,
+        "metrics_host": metrics_host,
+        "metrics_port": metrics_port,
+        "otlp_endpoint": otlp_endpoint or None,
+    }
+    with problems:
+        settings = Settings(**arguments)
+    problems.tell()
     if print_config:
         say("\n".join(config_file.written(click.get_current_context())))
     if not print_config and not check:
@@ -174,12 +177,16 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, "worker", "_WORKER_COMPLETE").source())
 
 
-def _weights(given: tuple[str, ...]) -> dict[str, float]:
-    pairs = [text.rpartition("=") for text in given]
-    try:
-        return {name: float(weight) for name, _, weight in pairs}
-    except ValueError:
-        raise InvalidOption(f"--tenant-weight: {' '.join(given)[:64]}: no number after =; write NAME=2") from None
+def _weights(given: tuple[str, ...], problems: Problems) -> dict[str, float]:
+    weights = {}
+    for text in given:
+        name, _, weight = text.rpartition("=")
+        with problems:
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                raise InvalidOption(f"--tenant-weight: {text[:64]}: no number after =; write NAME=2") from None
+    return weights
 
 
 def main() -> None:

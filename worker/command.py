@@ -52,7 +52,7 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
 
 
 class Command(click.Command):
-    """A command that ends in one line and an exit code whatever happens, and knows `--config` and `--verbose`."""
+    """A command that ends in a line (or one for each bad option) and an exit code, and knows `--config` and `--verbose`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,10 @@ class Command(click.Command):
         except tuple(kind for kinds, _ in _CODES for kind in kinds) as error:
             if is_verbose():
                 click.echo(traceback.format_exc(), err=True, nl=False)
-            fail(_said(error), next(code for kinds, code in _CODES if isinstance(error, kinds)))
+            *others, last = error.problems if isinstance(error, InvalidOption | ConfigError) else (_said(error),)
+            for problem in others:
+                note(problem)
+            fail(last, next(code for kinds, code in _CODES if isinstance(error, kinds)))
 
 
 class Group(click.Group):

@@ -154,6 +154,19 @@ def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: 
     assert message in lines[0]
 
 
+def test_all_options_that_cannot_work_are_told_at_once(started: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--cpu --gpu 0 --block-size 17 --max-slots 0 --lease-s 0 --stall-s 0 --partitions 65 --metrics-port 70000"
+    weights = ["--tenant-weight", "acme=x", "--tenant-weight", "acme=0"]
+    assert command.run(cli.cli, ["start", *options.split(), *weights]) == 2
+    named = [
+        "--cpu and --gpu 0", "block_size: 17", "max_slots: 0", "--tenant-weight: acme=x", "--lease-s: 0", "--stall-s: 0",
+        "--metrics-port: 70000", "--tenant-weight: acme=0", "--partitions: 65",
+    ]  # fmt: skip
+    for line, name in zip(capsys.readouterr().err.splitlines(), named, strict=True):
+        assert line.startswith(f"worker: {name}")
+    assert not started
+
+
 @pytest.mark.parametrize(
     "args",
     [
