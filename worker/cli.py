@@ -39,7 +39,9 @@ def cli() -> None:
     """Bulk LLM inference: jobs from a Redis stream through a continuous batch, tokens streamed back."""
 
 
-@cli.command(short_help="See it work: a server, a worker, a small model.")
+@cli.command(
+    short_help="See it work: a server, a worker, a small model.", examples=["worker demo", "worker demo --cpu --plain"]
+)
 @option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
 @option("--redis-url", default=None, metavar="URL", help="A server to use. Default: one of its own.")
 @option("--gpu", type=click.IntRange(min=0), default=None, help="GPU to use. Default: 0 where one is visible.")
@@ -53,7 +55,14 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
     raise click.exceptions.Exit(demonstration.run(model=model, redis_url=redis_url, gpu=gpu, cpu=cpu, plain=plain))
 
 
-@cli.command(short_help="Take jobs and answer them.")
+@cli.command(
+    short_help="Take jobs and answer them.",
+    examples=[
+        "worker start --cpu",
+        "worker start --model Qwen/Qwen2.5-7B-Instruct --gpu 0,1 --kv-memory 80%",
+        "worker start --queue nightly --burst --print-config",
+    ],
+)
 @queue_options
 @option("--partitions", type=int, default=1, help="Queues that the queue is split into; producers need the same number.")
 @option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
@@ -130,7 +139,9 @@ cli.add_command(queue_group)
 cli.add_command(dead_group)
 
 
-@cli.command("redis", short_help="Run a server in the foreground.")
+@cli.command(
+    "redis", short_help="Run a server in the foreground.", examples=["worker redis", "worker redis --port 6380 --data ./queue"]
+)
 @option("--port", type=click.IntRange(0, 65535), default=6379, help="Port on 127.0.0.1; 0 takes a free one.")
 @option("--data", type=click.Path(file_okay=False, path_type=Path), help="Directory to keep. Default: a temporary one.")
 def redis_server(port: int, data: Path | None) -> None:
@@ -155,7 +166,7 @@ def model() -> None:
     """Model files."""
 
 
-@model.command("path")
+@model.command("path", examples=["worker model path smollm2-135m-instruct"])
 @click.argument("name")
 def model_path(name: str) -> None:
     """Print the local directory of a model, fetched or converted if need be."""
@@ -168,7 +179,7 @@ cli.add_command(doctor)
 cli.add_command(top)
 
 
-@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION)
+@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION, examples=["worker completion bash"])
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script with which a shell completes commands, options and their values."""

@@ -54,8 +54,10 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
 class Command(click.Command):
     """A command that ends in a line (or one for each bad option) and an exit code, and knows `--config` and `--verbose`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        """`examples`: lines to type, which end the help; each is parsed in a test."""
         super().__init__(*args, **kwargs)
+        self.examples = examples
         verbose = click.Option(
             ["--verbose"], is_flag=True, expose_value=False, callback=_note_verbose, help="Add the traceback to an error."
         )
@@ -71,6 +73,13 @@ class Command(click.Command):
             help="TOML file of options; command line and environment come before it.",
         )
         self.params += [config, verbose]
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The end of the help."""
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {example}\n" for example in self.examples))
+        super().format_epilog(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. Errors that are known become their exit code, the others stay bugs with a traceback."""

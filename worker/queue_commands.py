@@ -46,7 +46,7 @@ def queue_group() -> None:
     """Look at a queue, hold it, empty it, bound it."""
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue stats --queue nightly", "worker queue stats --watch"])
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @option("--watch", is_flag=True, help="Print anew each second until Ctrl-C.")
@@ -65,7 +65,7 @@ def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
             _watch(lambda: shown(admin.stats()))
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue pause --queue nightly"])
 @queue_options
 def pause(*, redis_url: str, queue: str) -> None:
     """Let no worker take a job; those that run go on, and producers may add more."""
@@ -74,7 +74,7 @@ def pause(*, redis_url: str, queue: str) -> None:
         say(f"queue {queue}: paused; {command_line('worker', 'queue', 'resume')} ends that")
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue resume --queue nightly"])
 @queue_options
 def resume(*, redis_url: str, queue: str) -> None:
     """Let workers take jobs again, and producers add them: ends both a pause and a drain."""
@@ -83,7 +83,7 @@ def resume(*, redis_url: str, queue: str) -> None:
         say(f"queue {queue}: open")
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue drain --timeout-s 600", "worker queue drain --no-wait"])
 @queue_options
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the last job. Default: no limit.")
 @option("--no-wait", is_flag=True, help="Close the queue and leave.")
@@ -105,7 +105,7 @@ def drain(*, redis_url: str, queue: str, timeout_s: float | None, no_wait: bool)
         say(f"queue {queue}: empty and closed; {reopens}")
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue purge --lane low", "worker queue purge --queue nightly --yes"])
 @queue_options
 @option("--lane", type=click.Choice(LANES), default=None, help="Only this lane. Default: all of them.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -122,7 +122,7 @@ def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool) -> None:
             _tell_what_holds(admin.stats())
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue limit 10000", "worker queue limit none"])
 @click.argument("bound", metavar="N|none")
 @queue_options
 def limit(bound: str, *, redis_url: str, queue: str) -> None:
@@ -138,7 +138,7 @@ def dead_group() -> None:
     """Jobs that were set aside for people: they killed what ran them, or no worker speaks their version."""
 
 
-@dead_group.command("list")
+@dead_group.command("list", examples=["worker dead list --limit 10"])
 @queue_options
 @option("--limit", "max_rows", type=click.IntRange(1), default=50, help="Jobs shown, the newest first.")
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
@@ -156,7 +156,7 @@ def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> No
         note(f"the newest {max_rows} of {num_rows}; --limit shows more")
 
 
-@dead_group.command("show")
+@dead_group.command("show", examples=["worker dead show 01JD3Z --body"])
 @click.argument("job_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -177,7 +177,7 @@ def show_dead(job_id: str, *, redis_url: str, queue: str, as_json: bool, with_bo
         say(f"{name:{width}}  {plain(text)}")
 
 
-@dead_group.command()
+@dead_group.command(examples=["worker dead replay 01JD3Z", "worker dead replay --all --json"])
 @click.argument("job_ids", metavar="[ID]...", nargs=-1)
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now.")
@@ -199,7 +199,7 @@ def replay(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool
         raise click.exceptions.Exit(FAILED)
 
 
-@dead_group.command()
+@dead_group.command(examples=["worker dead drop 01JD3Z", "worker dead drop --all --yes"])
 @click.argument("job_ids", metavar="[ID]...", nargs=-1)
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now; asks first.")

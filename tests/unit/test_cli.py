@@ -310,6 +310,22 @@ def test_every_command_and_option_says_what_it_does() -> None:
     assert [option.name for option in options if not option.help] == []
 
 
+@pytest.mark.parametrize("one", all_commands(cli.cli), ids=lambda one: one.name)
+def test_every_command_shows_examples_that_it_understands(
+    one: command.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").touch()
+    assert 1 <= len(one.examples) <= 3
+    for example in one.examples:
+        assert f"  {example}" in one.get_help(click.Context(one)).splitlines()
+        found, words = cli.cli, shlex.split(example.removeprefix("worker "))
+        while isinstance(found, click.Group):
+            found = found.commands[words.pop(0)]
+        assert found is one
+        found.make_context(found.name, words, parent=click.Context(cli.cli, info_name="worker")).close()
+
+
 def test_the_entry_point_knows_its_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("worker, version ")
