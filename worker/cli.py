@@ -11,18 +11,21 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import click
-from click.shell_completion import get_completion_class
+try:
+    import click
+    from click.shell_completion import get_completion_class
 
-from worker import config_file, log
-from worker.command import Group, is_verbose, option, queue_options, run, say
-from worker.doctor.command import doctor
-from worker.engine_options import check_device, engine_options, engine_settings
-from worker.errors import InvalidOption, Problems, ServerUnavailable
-from worker.job_commands import enqueue, job
-from worker.queue_commands import dead_group, queue_group
-from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, Settings
-from worker.top.command import top
+    from worker import config_file, log
+    from worker.command import Group, is_verbose, option, queue_options, run, say
+    from worker.doctor.command import doctor
+    from worker.engine_options import check_device, engine_options, engine_settings
+    from worker.errors import InvalidOption, Problems, ServerUnavailable
+    from worker.job_commands import enqueue, job
+    from worker.queue_commands import dead_group, queue_group
+    from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, Settings
+    from worker.top.command import top
+except KeyboardInterrupt:  # while they load, when there is nobody yet to make a line of it
+    sys.exit(3)
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

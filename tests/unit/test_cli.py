@@ -331,6 +331,29 @@ def test_the_entry_point_knows_its_version() -> None:
     assert shown.stdout.startswith("worker, version ")
 
 
+INTERRUPTED = """
+import os, sys
+module, number = sys.argv[1], int(sys.argv[2])
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Finder())
+from worker.cli import main
+sys.argv[1:] = ["start", "--cpu"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 3), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize("module", ["click", "redis", "worker.job_commands", "worker.process", "prometheus_client"])
+def test_a_signal_while_modules_load_leaves_no_traceback(module: str, number: int, code: int) -> None:
+    arguments = [sys.executable, "-c", INTERRUPTED, module, str(int(number))]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr in ("", "worker: cancelled\n")
+
+
 def test_worker_redis_prints_its_url_and_leaves_at_sigterm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "worker.cli", "redis", "--port", "0", "--data", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
