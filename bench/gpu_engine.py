@@ -26,9 +26,9 @@ from engine import fusion, model, model_runner
 from engine.attention import probe_ids
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.kv_cache import memory_line
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
+from engine.stats import memory_line
 from tests.support import parity as support
 from tests.support.tiny_models import SUPPORTED, VOCAB_SIZE, save
 

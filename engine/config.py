@@ -6,6 +6,7 @@ the memory are known. Neither imports torch: the queue side builds an `EngineCon
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -85,34 +86,38 @@ class EngineConfig:
     """Compute threads on a CPU. Default: all cores."""
 
     def __post_init__(self) -> None:
+        if problems := tuple(self._problems()):
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
-                raise ConfigError(f"{name}: {getattr(self, name)} is unknown; use one of {', '.join(words)}")
+                yield f"{name}: {getattr(self, name)} is unknown; use one of {', '.join(words)}"
         if self.block_size not in (8, 16, 32, 64, 128, 256):
-            raise ConfigError(f"block_size: {self.block_size} is not a power of two from 8 to 256; use 16")
+            yield f"block_size: {self.block_size} is not a power of two from 8 to 256; use 16"
         for name in ("max_slots", "token_budget", "kv_blocks", "max_model_len", "num_threads", "tensor_parallel", "aging"):
             value = getattr(self, name)
             limit = MAX_THREADS if name == "num_threads" else MAX_COUNT
             if value is not None and not 1 <= value <= limit:
-                raise ConfigError(f"{name}: {value} is outside 1..{limit}; leave it out for the default")
+                yield f"{name}: {value} is outside 1..{limit}; leave it out for the default"
         if self.swap_blocks is not None and not 0 <= self.swap_blocks <= MAX_COUNT:
-            raise ConfigError(f"swap_blocks: {self.swap_blocks} is outside 0..{MAX_COUNT}; leave it out for the default")
+            yield f"swap_blocks: {self.swap_blocks} is outside 0..{MAX_COUNT}; leave it out for the default"
         if self.kv_blocks is not None and self.kv_memory is not None:
-            raise ConfigError("kv_blocks and kv_memory exclude each other; give one of them")
+            yield "kv_blocks and kv_memory exclude each other; give one of them"
         if self.kv_memory is not None and not 0 < self.kv_memory < math.inf:
             remedy = "give a fraction up to 1 or a number of bytes"
-            raise ConfigError(f"kv_memory: {self.kv_memory} is not a number above 0; {remedy}")
+            yield f"kv_memory: {self.kv_memory} is not a number above 0; {remedy}"
         if self.graphs and (self.tensor_parallel > 1 or self.device == "cpu"):
             where = "a CPU" if self.device == "cpu" else f"tensor_parallel {self.tensor_parallel}"
-            raise ConfigError(f"graphs: they are captured for one process on a GPU, not for {where}; leave it out")
+            yield f"graphs: they are captured for one process on a GPU, not for {where}; leave it out"
         expected = {"kernels": "auto", "batch_invariant": False, "tensor_parallel": 1, "device": "cpu"}
         others = [f"{name} {getattr(self, name)}" for name, value in expected.items() if getattr(self, name) != value]
         if self.quantisation == "int8" and others:
             needed = "int8 is for fused layers in one process on a CPU"
-            raise ConfigError(f"quantisation: {needed}, not for {', '.join(others)}; leave one out")
+            yield f"quantisation: {needed}, not for {', '.join(others)}; leave one out"
         if self.batch_invariant and (self.tensor_parallel > 1 or self.device != "cpu"):
             where = f"tensor_parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else f"device {self.device}"
-            raise ConfigError(f"batch_invariant: its bits are proven for one process on a CPU, not for {where}; leave one out")
+            yield f"batch_invariant: its bits are proven for one process on a CPU, not for {where}; leave one out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,11 @@ class OutOfMemory(EngineError):
 
 
 class ConfigError(EngineError):
-    """An engine option has a value that cannot work: field, value, limit, remedy."""
+    """Engine options have values that cannot work; `problems` says of each one field, value, limit, remedy."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from engine.errors import OutOfMemory
 from engine.geometry import ModelGeometry
 from engine.host_pool import HostPool, StreamedHostPool, columns
 from engine.staging import staging_for
-from engine.stats import MemoryCounts, MemoryRow
+from engine.stats import MemoryCounts, MemoryRow, memory_line
 from kernels.dispatch import block_kernels
 
 GIB = 1 << 30
@@ -38,12 +38,6 @@ def kv_bytes_per_token(geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Bytes of one position's keys and values over all layers, with their scales where there are any."""
     vector_bytes = geometry.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype in KV_DTYPES.values() else 0)
     return 2 * geometry.num_layers * geometry.num_kv_heads * vector_bytes
-
-
-def memory_line(row: MemoryRow) -> str:
-    """A row of the table as text."""
-    size = f"{row.size_bytes / MIB:>10.1f} MiB" if row.size_bytes >= MIB else f"{row.size_bytes:>10} B  "
-    return f"{row.name:<19} {size}  {row.note}".rstrip()
 
 
 class KVCache:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_MIB = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCounts:
@@ -82,6 +84,12 @@ class MemoryRow(NamedTuple):
     name: str
     size_bytes: int
     note: str = ""
+
+
+def memory_line(row: MemoryRow) -> str:
+    """A row of the table as text."""
+    size = f"{row.size_bytes / _MIB:>10.1f} MiB" if row.size_bytes >= _MIB else f"{row.size_bytes:>10} B  "
+    return f"{row.name:<19} {size}  {row.note}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,19 +12,22 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import click
-from click.shell_completion import get_completion_class
+try:
+    import click
+    from click.shell_completion import get_completion_class
 
-from worker import config_file, log
-from worker.batch.command import batch
-from worker.command import Group, is_verbose, option, queue_options, run, say
-from worker.doctor.command import doctor
-from worker.engine_options import check_device, engine_options, engine_settings
-from worker.errors import InvalidOption, ServerUnavailable
-from worker.job_commands import enqueue, job
-from worker.queue_commands import dead_group, queue_group
-from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, Settings
-from worker.top.command import top
+    from worker import config_file, log
+    from worker.batch.command import batch
+    from worker.command import Group, is_verbose, option, queue_options, run, say
+    from worker.doctor.command import doctor
+    from worker.engine_options import check_device, engine_options, engine_settings
+    from worker.errors import InvalidOption, Problems, ServerUnavailable
+    from worker.job_commands import enqueue, job
+    from worker.queue_commands import dead_group, queue_group
+    from worker.settings import DEFAULT_METRICS_PORT, DEFAULT_MODEL, Settings
+    from worker.top.command import top
+except KeyboardInterrupt:  # while they load, when there is nobody yet to make a line of it
+    sys.exit(3)
 
 EXIT_CODES = "Exit codes: 0 all well, 1 some jobs failed, 2 bad input, 3 cancelled, 4 timeout, 5 no server, 6 no engine."
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -41,7 +44,9 @@ def cli() -> None:
     """Bulk LLM inference: jobs from a Redis stream through a continuous batch, tokens streamed back."""
 
 
-@cli.command(short_help="See it work: a server, a worker, a small model.")
+@cli.command(
+    short_help="See it work: a server, a worker, a small model.", examples=["worker demo", "worker demo --cpu --plain"]
+)
 @option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct.")
 @option("--redis-url", default=None, metavar="URL", help="A server to use. Default: one of its own.")
 @option("--gpu", type=click.IntRange(min=0), default=None, help="GPU to use. Default: 0 where one is visible.")
@@ -55,7 +60,14 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
     raise click.exceptions.Exit(demonstration.run(model=model, redis_url=redis_url, gpu=gpu, cpu=cpu, plain=plain))
 
 
-@cli.command(short_help="Take jobs and answer them.")
+@cli.command(
+    short_help="Take jobs and answer them.",
+    examples=[
+        "worker start --cpu",
+        "worker start --model Qwen/Qwen2.5-7B-Instruct --gpu 0,1 --kv-memory 80%",
+        "worker start --queue nightly --burst --print-config",
+    ],
+)
 @queue_options
 @option("--partitions", type=int, default=1, help="Queues that the queue is split into; producers need the same number.")
 @option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
@@ -101,20 +113,23 @@ def start(
     """
     log.configure(verbose=is_verbose(), prompts=log_prompts, form=log_format)
     log.take_over()
-    settings = Settings(
-        **engine_settings(of_engine),
-        redis_url=redis_url,
-        queue=queue,
-        partitions=partitions,
-        tenant_weights=_weights(tenant_weight),
-        isolate_tenants=isolate_tenants,
-        burst=burst,
-        lease_s=lease_s,
-        drain_s=drain_s,
-        metrics_host=metrics_host,
-        metrics_port=metrics_port,
-        otlp_endpoint=otlp_endpoint or None,
-    )
+    problems = Problems()
+    arguments = engine_settings(of_engine, problems) | {
+        "redis_url": redis_url,
+        "queue": queue,
+        "partitions": partitions,
+        "tenant_weights": _weights(tenant_weight, problems),
+        "isolate_tenants": isolate_tenants,
+        "burst": burst,
+        "lease_s": lease_s,
+        "drain_s": drain_s,
+        "metrics_host": metrics_host,
+        "metrics_port": metrics_port,
+        "otlp_endpoint": otlp_endpoint or None,
+    }
+    with problems:
+        settings = Settings(**arguments)
+    problems.tell()
     if print_config:
         say("\n".join(config_file.written(click.get_current_context())))
     if not print_config and not check:
@@ -130,7 +145,9 @@ cli.add_command(queue_group)
 cli.add_command(dead_group)
 
 
-@cli.command("redis", short_help="Run a server in the foreground.")
+@cli.command(
+    "redis", short_help="Run a server in the foreground.", examples=["worker redis", "worker redis --port 6380 --data ./queue"]
+)
 @option("--port", type=click.IntRange(0, 65535), default=6379, help="Port on 127.0.0.1; 0 takes a free one.")
 @option("--data", type=click.Path(file_okay=False, path_type=Path), help="Directory to keep. Default: a temporary one.")
 def redis_server(port: int, data: Path | None) -> None:
@@ -155,7 +172,7 @@ def model() -> None:
     """Model files."""
 
 
-@model.command("path")
+@model.command("path", examples=["worker model path smollm2-135m-instruct"])
 @click.argument("name")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model_path(name: str, *, as_json: bool) -> None:
@@ -170,7 +187,7 @@ cli.add_command(doctor)
 cli.add_command(top)
 
 
-@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION)
+@cli.command(short_help="Let a shell complete commands and options.", epilog=COMPLETION, examples=["worker completion bash"])
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script with which a shell completes commands, options and their values."""
@@ -179,12 +196,16 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, "worker", "_WORKER_COMPLETE").source())
 
 
-def _weights(given: tuple[str, ...]) -> dict[str, float]:
-    pairs = [text.rpartition("=") for text in given]
-    try:
-        return {name: float(weight) for name, _, weight in pairs}
-    except ValueError:
-        raise InvalidOption(f"--tenant-weight: {' '.join(given)[:64]}: no number after =; write NAME=2") from None
+def _weights(given: tuple[str, ...], problems: Problems) -> dict[str, float]:
+    weights = {}
+    for text in given:
+        name, _, weight = text.rpartition("=")
+        with problems:
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                raise InvalidOption(f"--tenant-weight: {text[:64]}: no number after =; write NAME=2") from None
+    return weights
 
 
 def main() -> None:

@@ -54,10 +54,12 @@ _OF_THE_LINE = (InvalidJob, InvalidOption, ConfigError, RequestRefused)
 
 
 class Command(click.Command):
-    """A command that ends in one line and an exit code whatever happens, and knows `--config` and `--verbose`."""
+    """A command that ends in a line (or one for each bad option) and an exit code, and knows `--config` and `--verbose`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        """`examples`: lines to type, which end the help; each is parsed in a test."""
         super().__init__(*args, **kwargs)
+        self.examples = examples
         verbose = click.Option(
             ["--verbose"], is_flag=True, expose_value=False, callback=_note_verbose, help="Add the traceback to an error."
         )
@@ -74,6 +76,13 @@ class Command(click.Command):
         )
         self.params += [config, verbose]
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The end of the help."""
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {example}\n" for example in self.examples))
+        super().format_epilog(ctx, formatter)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. Errors that are known become their exit code, the others stay bugs with a traceback."""
         try:
@@ -81,7 +90,10 @@ class Command(click.Command):
         except tuple(kind for kinds, _ in _CODES for kind in kinds) as error:
             if is_verbose():
                 click.echo(traceback.format_exc(), err=True, nl=False)
-            fail(_said(error), next(code for kinds, code in _CODES if isinstance(error, kinds)))
+            *others, last = _said(error)
+            for problem in others:
+                note(problem)
+            fail(last, next(code for kinds, code in _CODES if isinstance(error, kinds)))
 
 
 class Group(click.Group):
@@ -96,13 +108,14 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def _said(error: BaseException) -> str:
+def _said(error: BaseException) -> list[str]:
+    """In a line; of options in one for each that cannot work."""
     if isinstance(error, OSError) and error.strerror:  # without the number
-        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+        return [": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)]
     said = str(error) or "cancelled"
     if not isinstance(error, _OF_THE_LINE):
-        return said
-    return "\n".join(_with_command(line, click.get_current_context()) for line in said.splitlines())
+        return [said]
+    return [_with_command(line, click.get_current_context()) for line in said.splitlines()]
 
 
 def _with_command(message: str, context: click.Context | None) -> str:

@@ -13,7 +13,7 @@ import click
 from engine.config import CHOICES, EngineConfig
 from worker import log
 from worker.command import MEMORY, option
-from worker.errors import InvalidOption
+from worker.errors import InvalidOption, Problems
 from worker.settings import DEFAULT_MODEL, ENGINE_COMMAND, visible_gpus
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,14 +83,25 @@ def engine_options(function: F) -> F:
     return function
 
 
-def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Settings` that these options decide; `given` is what `engine_options` passed to the command."""
+def engine_settings(given: Mapping[str, Any], problems: Problems | None = None) -> dict[str, Any]:
+    """The arguments of `Settings` that these options decide; `given` is what `engine_options` passed to the command.
+
+    What cannot work is raised, or left in `problems` where those are given, with a stand-in for the engine in the arguments.
+    """
+    found = problems or Problems()
     sizes = dict(given)
     served_name, stall_s = sizes.pop("served_name"), sizes.pop("stall_s")
     gpu, cpu, num_engines, command = (sizes.pop(name) for name in ("gpu", "cpu", "engines", "engine_command"))
-    devices = _devices(gpu, cpu=cpu, num_engines=num_engines, per_engine=sizes["tensor_parallel"])
+    devices: tuple[str, ...] = ("cpu" if cpu or gpu is None else "cuda:0",)
+    with found:
+        devices = _devices(gpu, cpu=cpu, num_engines=num_engines, per_engine=sizes["tensor_parallel"])
+    engine = EngineConfig(model=sizes["model"])
+    with found:
+        engine = EngineConfig(device=devices[0], num_threads=sizes.pop("threads"), **sizes)
+    if problems is None:
+        found.tell()
     return {
-        "engine": EngineConfig(device=devices[0], num_threads=sizes.pop("threads"), **sizes),
+        "engine": engine,
         "devices": devices,
         "served_name": served_name,
         "stall_s": stall_s,

@@ -17,6 +17,8 @@ SlotmillError
 
 from typing import TYPE_CHECKING
 
+from engine.errors import ConfigError
+
 if TYPE_CHECKING:
     from worker.frames import Result
 
@@ -47,7 +49,35 @@ class UnknownVersion(InvalidJob):
 
 
 class InvalidOption(SlotmillError):
-    """An option has a value that cannot work: option, value, limit, remedy."""
+    """Options have values that cannot work; `problems` says of each one option, value, limit, remedy."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Problems:
+    """A `with` block for each thing that options are checked for, and then `tell`: all that is wrong at once.
+
+    A block that fails leaves its names as they were, so give them a stand-in that works before it.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def __enter__(self) -> None:
+        """Go on after this block whichever option it refuses."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, InvalidOption | ConfigError):
+            return False
+        self._found += error.problems
+        return True
+
+    def tell(self) -> None:
+        """`InvalidOption` with what was found, if anything was."""
+        if self._found:
+            raise InvalidOption(*self._found)
 
 
 class UnknownJob(SlotmillError):

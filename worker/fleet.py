@@ -4,10 +4,11 @@ Relies on a `Reader` and an `EngineSupervisor` for each; they know nothing of on
 jobs along and is started again while the others go on. Leaves taking jobs to the consumer, who is inside which to `InFlight`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.config import EngineConfig
-from engine.messages import Abort
+from engine.messages import Abort, EngineReady
 from engine.request import Request
 from worker.bridge import EngineSupervisor
 from worker.inflight import InFlight
@@ -26,11 +27,18 @@ class Fleet:
         metrics: Metrics,
         model: str,
         stall_s: float,
+        on_first_ready: Callable[[EngineReady], None] | None = None,
     ) -> None:
-        """One engine for each of `configs`; `command` starts one, and one that stands still for `stall_s` is killed."""
+        """One engine for each of `configs`; `command` starts one, and one that stands still for `stall_s` is killed.
+
+        `on_first_ready` is called once, with what engine 0 says when it first serves.
+        """
         self._inflight = inflight
         self._metrics = metrics
-        self.readers = [Reader(inflight, metrics, model, inflight.changed.set, engine=number) for number in range(len(configs))]
+        self._on_first_ready = on_first_ready
+        self.readers = [
+            Reader(inflight, metrics, model, partial(self._now_serves, number), engine=number) for number in range(len(configs))
+        ]
         self._supervisors = [
             EngineSupervisor(config, command, reader, may_give_up=self._is_silent, stall_s=stall_s)
             for config, reader in zip(configs, self.readers, strict=True)
@@ -89,6 +97,13 @@ class Fleet:
 
     def _all_serving(self) -> list[Serving]:
         return [serving for reader in self.readers if (serving := reader.serving)]
+
+    def _now_serves(self, engine: int) -> None:
+        """On the thread of this engine's reader."""
+        self._inflight.changed.set()
+        if engine == 0 and self._on_first_ready and (serving := self.readers[0].serving):
+            self._on_first_ready(serving.ready)
+            self._on_first_ready = None
 
     def _is_silent(self) -> bool:
         return not self._all_serving()

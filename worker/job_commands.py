@@ -53,7 +53,14 @@ SHOWN_IDS = 3
 """Ids in a hint; the others are counted."""
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "worker enqueue --follow --chat 'Why is the sky blue?'",
+        "worker enqueue -f prompts.txt --max-tokens 200 --priority low",
+        "worker enqueue --wait --json --temperature 0 'Count to five.'",
+    ],
+)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @partition_options
 @click.option("-f", "--file", type=click.File("rb"), help="One prompt on each line; - is standard input.")
@@ -150,7 +157,7 @@ def job() -> None:
     """Look at one job, follow it, end it."""
 
 
-@job.command()
+@job.command(examples=["worker job show 01JD3Z --json"])
 @click.argument("job_id", metavar="ID")
 @partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -173,7 +180,7 @@ def _result_of(client: Client, job_id: str) -> Result | None:
     return None
 
 
-@job.command()
+@job.command(examples=["worker job tail 01JD3Z"])
 @click.argument("job_id", metavar="ID")
 @partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
@@ -184,7 +191,7 @@ def tail(job_id: str, *, redis_url: str, queue: str, partitions: int, as_json: b
         answers.show()
 
 
-@job.command()
+@job.command(examples=["worker job cancel 01JD3Z 01JD40"])
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 @partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON, a line for each job.")
@@ -207,7 +214,7 @@ def _cancel(client: Client | PartitionedClient, job_id: str, *, as_json: bool) -
     return True
 
 
-@job.command()
+@job.command(examples=["worker job result 01JD3Z --timeout-s 60"])
 @click.argument("job_id", metavar="ID")
 @partition_options
 @option("--json", "as_json", is_flag=True, help="Print JSON.")

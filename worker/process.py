@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
-from engine.messages import Abort
+from engine.messages import Abort, EngineReady
 from engine.request import Request
-from worker import log
+from worker import log, summary
 from worker.attempt import RELEASED_BY_DRAIN
 from worker.broker import Broker
 from worker.connection import connect, hide_password
@@ -38,6 +38,7 @@ from worker.metrics import Metrics, Watched
 from worker.notify import Notifier
 from worker.partitions import Partitions
 from worker.publisher import Publisher
+from worker.reader import memory_fields
 from worker.self_view import SelfView
 from worker.settings import Settings
 from worker.snapshot import encode
@@ -80,6 +81,7 @@ class WorkerProcess:
             metrics=self.metrics,
             model=settings.model_name,
             stall_s=settings.stall_s,
+            on_first_ready=self._introduce,
         )
         self._leases = Leases(
             *self._road("leases"),
@@ -149,6 +151,13 @@ class WorkerProcess:
             model=settings.model_name,
             metrics=f"{self._health.url}/metrics",
         )
+
+    def _introduce(self, ready: EngineReady) -> None:
+        """Say what the worker is and has, now that it can serve: as fields in JSON, as lines to people."""
+        facts = summary.facts(self._settings, ready, self._health.url)
+        told = facts | memory_fields(ready.memory_rows)
+        as_it_is = {"stack": summary.text(facts, ready.memory_rows)}  # the one field that a text log does not quote
+        _log.info("worker_ready", **(told if log.is_ours_alone() else as_it_is))
 
     def _drain(self) -> None:
         """Go on with what is in hand for a while, then give back the rest."""

@@ -52,7 +52,7 @@ def queue_group() -> None:
     """Look at a queue, hold it, empty it, bound it."""
 
 
-@queue_group.command("list")
+@queue_group.command("list", examples=["worker queue list", "worker queue list --json"])
 @queue_options
 @_as_json_lines
 def list_queues(*, redis_url: str, queue: str, as_json: bool) -> None:
@@ -81,7 +81,7 @@ def list_queues(*, redis_url: str, queue: str, as_json: bool) -> None:
         note(f"the first {MAX_LISTED} of {len(found.queues)}")
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue stats --queue nightly", "worker queue stats --watch"])
 @queue_options
 @_as_json
 @option("--watch", is_flag=True, help="Print anew each second until Ctrl-C.")
@@ -103,7 +103,7 @@ def stats(*, redis_url: str, queue: str, as_json: bool, watch: bool) -> None:
             _watch(lambda: shown(admin.stats()))
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue pause --queue nightly"])
 @queue_options
 @_as_json
 def pause(*, redis_url: str, queue: str, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def pause(*, redis_url: str, queue: str, as_json: bool) -> None:
         _tell(admin, f"paused; {command_line('worker', 'queue', 'resume')} ends that", as_json=as_json)
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue resume --queue nightly"])
 @queue_options
 @_as_json
 def resume(*, redis_url: str, queue: str, as_json: bool) -> None:
@@ -123,7 +123,7 @@ def resume(*, redis_url: str, queue: str, as_json: bool) -> None:
         _tell(admin, "open", as_json=as_json)
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue drain --timeout-s 600", "worker queue drain --no-wait"])
 @queue_options
 @option("--timeout-s", type=SECONDS, default=None, help="Seconds to wait for the last job. Default: no limit.")
 @option("--no-wait", is_flag=True, help="Close the queue and leave.")
@@ -146,7 +146,7 @@ def drain(*, redis_url: str, queue: str, timeout_s: float | None, no_wait: bool,
         _tell(admin, f"empty and closed; {reopens}", as_json=as_json)
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue purge --lane low", "worker queue purge --queue nightly --yes"])
 @queue_options
 @option("--lane", type=click.Choice(LANES), default=None, help="Only this lane. Default: all of them.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -166,7 +166,7 @@ def purge(*, redis_url: str, queue: str, lane: str | None, yes: bool, as_json: b
             _tell_what_holds(admin.stats())
 
 
-@queue_group.command()
+@queue_group.command(examples=["worker queue limit 10000", "worker queue limit none"])
 @click.argument("bound", metavar="N|none")
 @queue_options
 @_as_json
@@ -183,7 +183,7 @@ def dead_group() -> None:
     """Jobs that were set aside for people: they killed what ran them, or no worker speaks their version."""
 
 
-@dead_group.command("list")
+@dead_group.command("list", examples=["worker dead list --limit 10"])
 @queue_options
 @option("--limit", "max_rows", type=click.IntRange(1), default=50, help="Jobs shown, the newest first.")
 @_as_json_lines
@@ -203,7 +203,7 @@ def list_dead(*, redis_url: str, queue: str, max_rows: int, as_json: bool) -> No
         note(f"the newest {max_rows} of {num_rows}; --limit shows more")
 
 
-@dead_group.command("show")
+@dead_group.command("show", examples=["worker dead show 01JD3Z --body"])
 @click.argument("job_id", metavar="ID")
 @queue_options
 @_as_json
@@ -224,7 +224,7 @@ def show_dead(job_id: str, *, redis_url: str, queue: str, as_json: bool, with_bo
         say(f"{name:{width}}  {plain(text)}")
 
 
-@dead_group.command()
+@dead_group.command(examples=["worker dead replay 01JD3Z", "worker dead replay --all --json"])
 @click.argument("job_ids", metavar="[ID]...", nargs=-1)
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now.")
@@ -246,7 +246,7 @@ def replay(job_ids: tuple[str, ...], *, redis_url: str, queue: str, is_all: bool
         raise click.exceptions.Exit(FAILED)
 
 
-@dead_group.command()
+@dead_group.command(examples=["worker dead drop 01JD3Z", "worker dead drop --all --yes"])
 @click.argument("job_ids", metavar="[ID]...", nargs=-1)
 @queue_options
 @click.option("--all", "is_all", is_flag=True, help="All that are dead now; asks first.")

@@ -7,7 +7,7 @@ who open it. `Settings` refuses values that cannot work, so that nothing behind 
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -69,20 +69,27 @@ class Settings:
     """What starts the engine; for a profiler or debugger in front of it, and for tests."""
 
     def __post_init__(self) -> None:
+        if problems := tuple(self._problems()):
+            raise InvalidOption(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if not 0.5 <= self.lease_s <= 3600:
-            raise InvalidOption(f"--lease-s: {self.lease_s:g} is outside 0.5..3600 seconds; use 30")
+            yield f"--lease-s: {self.lease_s:g} is outside 0.5..3600 seconds; use 30"
         if not 0 <= self.drain_s <= 3600:
-            raise InvalidOption(f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25")
+            yield f"--drain-s: {self.drain_s:g} is outside 0..3600 seconds; use 25"
         if not 1 <= self.stall_s <= 86400:
-            raise InvalidOption(f"--stall-s: {self.stall_s:g} is outside 1..86400 seconds; use 60")
+            yield f"--stall-s: {self.stall_s:g} is outside 1..86400 seconds; use 60"
         if not 0 <= self.metrics_port <= 65535:
-            raise InvalidOption(f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one")
+            yield f"--metrics-port: {self.metrics_port} is outside 0..65535; use 9400, or 0 for a free one"
         for name, weight in self.tenant_weights.items():
             if not 1 <= len(name) <= 128 or not 0.001 <= weight <= 1000:
                 limits = "not a name of 1 to 128 characters with a weight of 0.001 to 1000"
-                raise InvalidOption(f"--tenant-weight: {name[:64]}={weight:g} is {limits}; write acme=2")
-        for name in self.queues:
-            Keys(name)  # refuses a name that cannot stand in a key
+                yield f"--tenant-weight: {name[:64]}={weight:g} is {limits}; write acme=2"
+        try:
+            for name in self.queues:
+                Keys(name)  # refuses a name that cannot stand in a key
+        except InvalidOption as error:
+            yield from error.problems
 
     @cached_property
     def engines(self) -> tuple[EngineConfig, ...]:

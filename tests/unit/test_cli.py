@@ -155,6 +155,19 @@ def test_bad_input_is_code_2_in_one_line(args: list[str], message: str, capsys: 
     assert message in lines[0]
 
 
+def test_all_options_that_cannot_work_are_told_at_once(started: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--cpu --gpu 0 --block-size 17 --max-slots 0 --lease-s 0 --stall-s 0 --partitions 65 --metrics-port 70000"
+    weights = ["--tenant-weight", "acme=x", "--tenant-weight", "acme=0"]
+    assert command.run(cli.cli, ["start", *options.split(), *weights]) == 2
+    named = [
+        "--cpu and --gpu 0", "block_size: 17", "max_slots: 0", "--tenant-weight: acme=x", "--lease-s: 0", "--stall-s: 0",
+        "--metrics-port: 70000", "--tenant-weight: acme=0", "--partitions: 65",
+    ]  # fmt: skip
+    for line, name in zip(capsys.readouterr().err.splitlines(), named, strict=True):
+        assert line.startswith(f"worker: {name}")
+    assert not started
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -320,9 +333,48 @@ def test_every_command_prints_json_but_those_that_have_nothing_to_say_in_it() ->
     assert without == list(WITHOUT_JSON)
 
 
+@pytest.mark.parametrize("one", all_commands(cli.cli), ids=lambda one: one.name)
+def test_every_command_shows_examples_that_it_understands(
+    one: command.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").touch()
+    assert 1 <= len(one.examples) <= 3
+    for example in one.examples:
+        assert f"  {example}" in one.get_help(click.Context(one)).splitlines()
+        found, words = cli.cli, shlex.split(example.removeprefix("worker "))
+        while isinstance(found, click.Group):
+            found = found.commands[words.pop(0)]
+        assert found is one
+        found.make_context(found.name, words, parent=click.Context(cli.cli, info_name="worker")).close()
+
+
 def test_the_entry_point_knows_its_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("worker, version ")
+
+
+INTERRUPTED = """
+import os, sys
+module, number = sys.argv[1], int(sys.argv[2])
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Finder())
+from worker.cli import main
+sys.argv[1:] = ["start", "--cpu"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 3), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize("module", ["click", "redis", "worker.job_commands", "worker.process", "prometheus_client"])
+def test_a_signal_while_modules_load_leaves_no_traceback(module: str, number: int, code: int) -> None:
+    arguments = [sys.executable, "-c", INTERRUPTED, module, str(int(number))]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr in ("", "worker: cancelled\n")
 
 
 def test_worker_redis_prints_its_url_and_leaves_at_sigterm(tmp_path: Path) -> None:

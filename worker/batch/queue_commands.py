@@ -54,7 +54,16 @@ def _job_options(function: F) -> F:
     return option("--priority", type=click.Choice(LANES), default="low", help="Lane of the queue.")(function)
 
 
-@click.command("submit", cls=Command, short_help="Run a file through the queue, or add it and leave.")
+@click.command(
+    "submit",
+    cls=Command,
+    short_help="Run a file through the queue, or add it and leave.",
+    examples=[
+        "worker batch submit -i in.jsonl -o out.jsonl",
+        "worker batch submit -i in.jsonl -o out.jsonl --resume",
+        "worker batch submit -i prompts.csv --prompt-column question --queue nightly",
+    ],
+)
 @input_option
 @output_options(required=False)
 @line_options
@@ -98,7 +107,7 @@ def submit_command(
     raise click.exceptions.Exit(code)
 
 
-@click.command("list", cls=Command)
+@click.command("list", cls=Command, examples=["worker batch list"])
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def list_command(*, redis_url: str, queue: str, as_json: bool) -> None:
@@ -108,7 +117,7 @@ def list_command(*, redis_url: str, queue: str, as_json: bool) -> None:
             say(json.dumps(record.to_openai()) if as_json else _line(record))
 
 
-@click.command("status", cls=Command)
+@click.command("status", cls=Command, examples=["worker batch status nightly --json"])
 @click.argument("batch_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
@@ -119,7 +128,7 @@ def status_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) 
     _say_record(record) if as_json else say(_line(record))
 
 
-@click.command("tail", cls=Command)
+@click.command("tail", cls=Command, short_help="Follow a batch until it has ended.", examples=["worker batch tail nightly"])
 @click.argument("batch_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
@@ -145,7 +154,12 @@ def tail_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) ->
         raise click.exceptions.Exit(FAILED)
 
 
-@click.command("fetch", cls=Command, short_help="Write what has ended of a batch.")
+@click.command(
+    "fetch",
+    cls=Command,
+    short_help="Write what has ended of a batch.",
+    examples=["worker batch fetch nightly -o out.jsonl --wait", "worker batch fetch nightly -o out.jsonl --resume"],
+)
 @click.argument("batch_id", metavar="ID")
 @output_options(required=True)
 @queue_options
@@ -182,7 +196,7 @@ def fetch_command(batch_id: str, *, redis_url: str, queue: str, wait: bool, as_j
     raise click.exceptions.Exit(code)
 
 
-@click.command("cancel", cls=Command)
+@click.command("cancel", cls=Command, short_help="End a batch.", examples=["worker batch cancel nightly"])
 @click.argument("batch_id", metavar="ID")
 @queue_options
 @option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI's batch object.")
@@ -196,7 +210,12 @@ def cancel_command(batch_id: str, *, redis_url: str, queue: str, as_json: bool) 
         _say_record(ledger.find(batch_id)) if as_json else say(f"{batch_id}: {num_asked} jobs asked to end")
 
 
-@click.command("retry-failed", cls=Command)
+@click.command(
+    "retry-failed",
+    cls=Command,
+    short_help="Run what did not succeed again.",
+    examples=["worker batch retry-failed nightly", "worker batch retry-failed nightly -i moved/in.jsonl"],
+)
 @click.argument("batch_id", metavar="ID")
 @click.option("-i", "--input", "input_path", type=click.Path(path_type=Path), help="Its file, where that has moved.")
 @queue_options

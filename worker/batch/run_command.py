@@ -27,7 +27,16 @@ IN_ANSWERS = ("model", "dtype", "kv_dtype", "quantisation", "max_model_len")
 """What an engine is told that answers depend on."""
 
 
-@click.command("run", cls=Command, short_help="Answer a file on this machine, without a server.")
+@click.command(
+    "run",
+    cls=Command,
+    short_help="Answer a file on this machine, without a server.",
+    examples=[
+        "worker batch run -i in.jsonl -o out.jsonl --model smollm2-135m-instruct",
+        "worker batch run -i in.jsonl -o out.jsonl --gpu 0 --resume",
+        "worker batch run -i prompts.parquet --prompt-column text -o out.jsonl --order input",
+    ],
+)
 @input_file
 @output_options(required=True)
 @line_options

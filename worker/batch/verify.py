@@ -46,7 +46,11 @@ class Findings:
         return not self.notes and not any(self.wrong.values())
 
 
-@click.command(cls=Command, short_help="Check that each line was answered once.")
+@click.command(
+    cls=Command,
+    short_help="Check that each line was answered once.",
+    examples=["worker batch verify -i in.jsonl -o out.jsonl"],
+)
 @input_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File of the answers.")
 @click.option("--errors", type=click.Path(path_type=Path), help="File of the errors. Default: as for the call that wrote it.")

@@ -27,7 +27,11 @@ SECTIONS: Final = ("server", "queue", "machine")
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 
 
-@click.command(cls=Command, short_help="Check server, queue and machine, and say how to mend them.")
+@click.command(
+    cls=Command,
+    short_help="Check server, queue and machine, and say how to mend them.",
+    examples=["worker doctor", "worker doctor --only server,queue --strict"],
+)
 @queue_options
 @option("--model", default=DEFAULT_MODEL, help="The model that is to be served; looked for, not fetched.")
 @option("--metrics-port", type=click.IntRange(0, 65535), default=DEFAULT_METRICS_PORT, help="Port of the worker's probes.")

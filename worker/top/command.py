@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from worker.top.watch import Look, Watch, WorkerLook
 
 
-@click.command(cls=Command, short_help="Watch a queue and its workers, live.")
+@click.command(
+    cls=Command,
+    short_help="Watch a queue and its workers, live.",
+    examples=["worker top --queue nightly", "worker top --once --json"],
+)
 @queue_options
 @option("--partitions", type=int, default=1, help="Queues that the queue is split into.")
 @option("--once/--live", default=None, help="Print one look and leave. Default: where the output is no terminal.")
