@@ -164,7 +164,7 @@ def test_all_options_that_cannot_work_are_told_at_once(started: list[Settings], 
         "--metrics-port: 70000", "--tenant-weight: acme=0", "--partitions: 65",
     ]  # fmt: skip
     for line, name in zip(capsys.readouterr().err.splitlines(), named, strict=True):
-        assert line.startswith(f"worker: {name}")
+        assert line.startswith(f"worker: start: {name}")
     assert not started
 
 
