@@ -151,7 +151,8 @@ def test_what_is_settled_goes_soon_and_what_has_not_ended_stays(
     for _ in range(2):
         ledger.settle(["b-1", "b-2", "b-3"])
     keys = broker.keys
-    ended = [redis_client.ttl(key("b-1")) for key in (keys.job, keys.log, keys.result)]
+    assert not redis_client.exists(keys.log("b-1"))
+    ended = [redis_client.ttl(key("b-1")) for key in (keys.job, keys.result)]
     assert all(0 < ttl <= ledger_module.SETTLED_TTL_S for ttl in ended)
     assert redis_client.ttl(keys.job("b-2")) > ledger_module.SETTLED_TTL_S
 
