@@ -18,7 +18,7 @@ try:
 
     from worker import config_file, log
     from worker.batch.command import batch
-    from worker.command import Group, is_verbose, option, queue_options, run, say
+    from worker.command import Group, is_verbose, option, queue_options, run, say, under
     from worker.doctor.command import doctor
     from worker.engine_options import check_device, engine_options, engine_settings
     from worker.errors import InvalidOption, Problems, ServerUnavailable
@@ -68,24 +68,34 @@ def demo(*, model: str, redis_url: str | None, gpu: int | None, cpu: bool, plain
         "worker start --queue nightly --burst --print-config",
     ],
 )
-@queue_options
-@option("--partitions", type=int, default=1, help="Queues that the queue is split into; producers need the same number.")
-@option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done.")
-@option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others.")
-@option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has.")
-@option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable.")
-@option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache.")
-@option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker.")
-@option(
-    "--log-format",
-    type=click.Choice(["auto", "json", "text"]),
-    default="auto",
-    help="How the log is written: auto is text on a terminal, JSON lines elsewhere.",
+@under(
+    "Queue",
+    queue_options,
+    option("--partitions", type=int, default=1, help="Queues that the queue is split into; producers need the same number."),
+    option("--burst", is_flag=True, default=False, help="Leave when the queue is empty and all is done."),
+    option("--lease-s", type=float, default=30.0, help="Seconds after which a dead worker's jobs move to others."),
+    option("--drain-s", type=float, default=25.0, help="Seconds that a leaving worker goes on with what it has."),
+    option("--tenant-weight", multiple=True, metavar="NAME=WEIGHT", help="Share of a tenant; others have 1. Repeatable."),
+    option("--isolate-tenants", is_flag=True, help="Tenants find no prefixes of each other in the cache."),
 )
-@option("--otlp-endpoint", default=None, metavar="URL", help="Export spans to this OpenTelemetry collector, by OTLP over HTTP.")
-@option("--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one.")
-@option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere.")
 @engine_options
+@under(
+    "Logs and metrics",
+    option(
+        "--log-format",
+        type=click.Choice(["auto", "json", "text"]),
+        default="auto",
+        help="How the log is written: auto is text on a terminal, JSON lines elsewhere.",
+    ),
+    option("--log-prompts", is_flag=True, help="Log what jobs ask and are answered, and the messages of errors in the worker."),
+    option(
+        "--metrics-port", type=int, default=DEFAULT_METRICS_PORT, help="Port of /metrics and the probes; 0 takes a free one."
+    ),
+    option("--metrics-host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 to be scraped from elsewhere."),
+    option(
+        "--otlp-endpoint", default=None, metavar="URL", help="Export spans to this OpenTelemetry collector, by OTLP over HTTP."
+    ),
+)
 @click.option("--print-config", is_flag=True, help="Print all options as a file for --config, and leave.")
 @click.option("--check", is_flag=True, help="Check the options and leave.")
 def start(

@@ -76,6 +76,16 @@ class Command(click.Command):
         )
         self.params += [config, verbose]
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options, under their headings where they have some."""
+        under: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (row := parameter.get_help_record(ctx)) is not None:
+                under.setdefault(getattr(parameter, "heading", None) or "Options", []).append(row)
+        for heading in sorted(under, key=lambda heading: heading == "Options"):
+            with formatter.section(heading):
+                formatter.write_dl(under[heading])
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The end of the help."""
         if self.examples:
@@ -172,6 +182,20 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "SLOTMILL_" + long.removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
+
+
+def under(heading: str, *options: Callable[[F], F]) -> Callable[[F], F]:
+    """These options stand under a heading of the command's help, in their order."""
+
+    def add(function: F) -> F:
+        before = list(getattr(function, "__click_params__", ()))
+        for each in reversed(options):
+            function = each(function)
+        for added in getattr(function, "__click_params__", ())[len(before) :]:
+            added.heading = heading
+        return function
+
+    return add
 
 
 class _Seconds(click.types.FloatParamType):

@@ -12,67 +12,91 @@ import click
 
 from engine.config import CHOICES, EngineConfig
 from worker import log
-from worker.command import MEMORY, option
+from worker.command import MEMORY, option, under
 from worker.errors import InvalidOption, Problems
 from worker.settings import DEFAULT_MODEL, ENGINE_COMMAND, visible_gpus
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct."),
-    option("--served-name", default=None, help="What jobs call the model. Default: the value of --model."),
-    option("--gpu", default=None, metavar="N[,N...]", help="GPUs to use, an engine on each. Default: 0 where one is visible."),
-    option("--cpu", is_flag=True, default=False, help="Use the CPU."),
-    option("--engines", type=click.IntRange(1, 64), default=1, help="Engines that share the CPU's cores."),
-    option("--max-slots", type=int, default=None, help="Requests in one step. Default: from the device."),
-    option("--token-budget", type=int, default=None, help="Tokens computed in one step. Default: from the device."),
-    option("--kv-blocks", type=int, default=None, help="KV cache in blocks. Default: from the memory."),
-    option("--kv-memory", type=MEMORY, default=None, help="KV cache: 0.6 or 60% of what is free, 4GiB, or bytes."),
-    option("--block-size", type=int, default=16, help="Tokens in one KV block."),
-    option("--max-model-len", type=int, default=None, help="Longest prompt plus output in tokens. Default: the model's."),
-    option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        help="Number format of the weights.",
+    under(
+        "Model",
+        option("--model", default=DEFAULT_MODEL, help="Hugging Face id, local directory, GGUF file, or smollm2-135m-instruct."),
+        option("--served-name", default=None, help="What jobs call the model. Default: the value of --model."),
+        option("--max-model-len", type=int, default=None, help="Longest prompt plus output in tokens. Default: the model's."),
+        option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            help="Number format of the weights.",
+        ),
+        option("--kv-dtype", type=click.Choice(CHOICES["kv_dtype"]), default="auto", help="Number format of keys and values."),
+        option(
+            "--quantisation",
+            type=click.Choice(CHOICES["quantisation"]),
+            default="none",
+            help="Number format of matrix products on a CPU.",
+        ),
+        option(
+            "--kernels",
+            type=click.Choice(CHOICES["kernels"]),
+            default="auto",
+            help="The fastest for the device, or plain torch.",
+        ),
+        option("--batch-invariant", is_flag=True, default=False, help="The same bits in any batch, more slowly; CPU only."),
     ),
-    option("--kv-dtype", type=click.Choice(CHOICES["kv_dtype"]), default="auto", help="Number format of keys and values."),
-    option(
-        "--kernels", type=click.Choice(CHOICES["kernels"]), default="auto", help="The fastest for the device, or plain torch."
+    under(
+        "Device",
+        option(
+            "--gpu", default=None, metavar="N[,N...]", help="GPUs to use, an engine on each. Default: 0 where one is visible."
+        ),
+        option("--cpu", is_flag=True, default=False, help="Use the CPU."),
+        option("--engines", type=click.IntRange(1, 64), default=1, help="Engines that share the CPU's cores."),
+        option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores."),
+        option("--tensor-parallel", type=int, default=1, help="GPUs (or CPU processes) that share one model."),
+        option("--graphs/--no-graphs", default=None, help="Capture steps that only decode as CUDA graphs. Default: on a GPU."),
+        option(
+            "--run-ahead/--no-run-ahead", default=None, help="Launch a step before the last one is read. Default: on a GPU."
+        ),
+        option("--stall-s", type=float, default=60.0, help="Seconds without a step after which an engine with work is killed."),
+        option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers."),
     ),
-    option(
-        "--quantisation",
-        type=click.Choice(CHOICES["quantisation"]),
-        default="none",
-        help="Number format of matrix products on a CPU.",
+    under(
+        "Batch and memory",
+        option("--max-slots", type=int, default=None, help="Requests in one step. Default: from the device."),
+        option("--token-budget", type=int, default=None, help="Tokens computed in one step. Default: from the device."),
+        option("--kv-blocks", type=int, default=None, help="KV cache in blocks. Default: from the memory."),
+        option("--kv-memory", type=MEMORY, default=None, help="KV cache: 0.6 or 60% of what is free, 4GiB, or bytes."),
+        option("--block-size", type=int, default=16, help="Tokens in one KV block."),
+        option(
+            "--swap-blocks",
+            type=int,
+            default=None,
+            help="KV blocks in host memory for preempted requests. Default: from the device.",
+        ),
+        option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prompt beginnings."),
     ),
-    option(
-        "--swap-blocks",
-        type=int,
-        default=None,
-        help="KV blocks in host memory for preempted requests. Default: from the device.",
+    under(
+        "Scheduling",
+        option("--scheduling", type=click.Choice(CHOICES["scheduling"]), default="continuous", help="Who shares a step."),
+        option(
+            "--reservation",
+            type=click.Choice(CHOICES["reservation"]),
+            default="paged",
+            help="KV set aside when a request starts.",
+        ),
+        option(
+            "--preemption",
+            type=click.Choice(CHOICES["preemption"]),
+            default="auto",
+            help="What becomes of a preempted request's KV.",
+        ),
+        option(
+            "--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts over steps when the budget is short."
+        ),
+        option("--prefill-first", is_flag=True, default=False, help="Start waiting requests before running ones go on."),
+        option("--aging", type=int, default=64, help="Requests of a higher lane that may overtake a waiting one, at most."),
     ),
-    option(
-        "--preemption",
-        type=click.Choice(CHOICES["preemption"]),
-        default="auto",
-        help="What becomes of a preempted request's KV.",
-    ),
-    option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prompt beginnings."),
-    option("--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts over steps when the budget is short."),
-    option("--prefill-first", is_flag=True, default=False, help="Start waiting requests before running ones go on."),
-    option("--scheduling", type=click.Choice(CHOICES["scheduling"]), default="continuous", help="Who shares a step."),
-    option(
-        "--reservation", type=click.Choice(CHOICES["reservation"]), default="paged", help="KV set aside when a request starts."
-    ),
-    option("--aging", type=int, default=64, help="Requests of a higher lane that may overtake a waiting one, at most."),
-    option("--run-ahead/--no-run-ahead", default=None, help="Launch a step before the last one is read. Default: on a GPU."),
-    option("--graphs/--no-graphs", default=None, help="Capture steps that only decode as CUDA graphs. Default: on a GPU."),
-    option("--batch-invariant", is_flag=True, default=False, help="The same bits in any batch, more slowly; CPU only."),
-    option("--threads", type=int, default=None, help="Compute threads on a CPU. Default: all cores."),
-    option("--tensor-parallel", type=int, default=1, help="GPUs (or CPU processes) that share one model."),
-    option("--stall-s", type=float, default=60.0, help="Seconds without a step after which an engine with work is killed."),
-    option("--engine-command", default=None, hidden=True, help="Starts the engine process, for profilers and debuggers."),
 )
 
 

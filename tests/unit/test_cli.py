@@ -349,6 +349,15 @@ def test_every_command_shows_examples_that_it_understands(
         found.make_context(found.name, words, parent=click.Context(cli.cli, info_name="worker")).close()
 
 
+def test_the_options_of_worker_start_stand_under_headings() -> None:
+    start = cli.cli.commands["start"]
+    bare = [param.opts[0] for param in start.params if not hasattr(param, "heading")]
+    assert bare == ["--print-config", "--check", "--config", "--verbose"]
+    shown = start.get_help(click.Context(start))
+    headings = ["Queue:", "Model:", "Device:", "Batch and memory:", "Scheduling:", "Logs and metrics:", "Options:", "Examples:"]
+    assert [line for line in shown.splitlines() if line in headings] == headings
+
+
 def test_the_entry_point_knows_its_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "worker.cli", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("worker, version ")
