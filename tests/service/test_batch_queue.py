@@ -1,6 +1,7 @@
 """Batch files through a queue: what the scripts count, what commands write, and what is left on the server."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -235,6 +236,48 @@ class Silent:
     def progress(self, _num_done: int) -> None: ...
     def full(self) -> None: ...
     def silence(self) -> None: ...
+
+
+def test_a_batch_whose_record_the_server_lost_too_is_known_again_and_has_ended_when_all_is_written(
+    batch: Run, given: Path, out: Path, make_worker: WorkerMaker, redis_client: redis.Redis, queue: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(queue_road, "LOOK_S", 0.2)
+    keys, ledger = Keys(queue), Ledger(redis_client, queue)
+    running = threading.Thread(target=lambda: _submit(redis_client, queue, given, out))
+    running.start()
+    wait_until(lambda: redis_client.xlen(keys.lane("low")) == NUM_LINES, message="added lines")
+    redis_client.delete(keys.batch("b"), keys.batches, keys.lane("low"), *(keys.job(f"b-{i}") for i in range(1, 11)))
+    wait_until(lambda: redis_client.xlen(keys.lane("low")) == 10, message="lines added again")
+    assert not ledger.find("b").has_ended
+    for i in range(11, NUM_LINES + 1):
+        redis_client.delete(keys.job(f"b-{i}"))
+    make_worker()
+    running.join(20)
+    assert ledger.find("b").has_ended
+    assert len(ids(out)) == NUM_LINES
+
+
+def test_the_server_lost_all_between_two_calls_and_the_batch_ends(
+    served: Run, given: Path, out: Path, redis_client: redis.Redis, shared_queue: str
+) -> None:
+    words = ("submit", "-i", given, "-o", out, "--id", f"lost-{out.parent.name}")
+    assert served(*words) == 0
+    out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:10]))
+    keys = Keys(shared_queue)
+    redis_client.delete(keys.batch(words[-1]), *(keys.job(f"{words[-1]}-{i}") for i in range(1, NUM_LINES + 1)))
+    assert served(*words, "--resume") == 0
+    assert served("tail", words[-1]) == 0
+
+
+def test_a_name_that_is_not_utf8_is_found_again_by_fetch(served: Run, given: Path, out: Path, capsys: Capture) -> None:
+    odd = given.rename(given.with_name(os.fsdecode(b"odd\xff\n .jsonl")))
+    assert served("submit", "-i", odd) == 0
+    batch_id = capsys.readouterr().out.strip()
+    assert served("tail", batch_id) == 0
+    assert served("fetch", batch_id, "-o", out, "--wait") == 0
+    assert "not there" not in capsys.readouterr().err  # its file was found
+    assert served("list") == 0
+    assert "odd\ufffd\ufffd .jsonl" in capsys.readouterr().out
 
 
 # submit without an output, and what follows

@@ -220,6 +220,11 @@ def damaged_record(source: Path) -> dict[str, Any]:
     return {}
 
 
+def odd_record(source: Path) -> dict[str, Any]:
+    record_path(source.with_name("out.jsonl")).write_text('{"v": 1, "fingerprint": "", "errors": {}, "parameters": [1]}')
+    return {}
+
+
 def no_record(source: Path) -> dict[str, Any]:
     record_path(source.with_name("out.jsonl")).unlink()
     return {}
@@ -233,9 +238,10 @@ def no_record(source: Path) -> dict[str, Any]:
         (lambda _source: {"parameters": {"model": "n", "seed": 1}}, r"begun with other parameters \(model, seed\)"),
         (lambda source: {"errors": source.with_name("e2.jsonl")}, "its errors are in errors.jsonl; give --errors as before"),
         (damaged_record, "not a record that this version can read"),
+        (odd_record, "not a record that this version can read"),
         (no_record, "missing, so that nobody knows what the output belongs to"),
     ],
-    ids=["no resume", "input", "parameters", "errors", "damaged record", "no record"],
+    ids=["no resume", "input", "parameters", "errors", "damaged record", "odd record", "no record"],
 )
 def test_files_of_something_else_are_left_alone(source: Path, change: Callable[[Path], dict[str, Any]], words: str) -> None:
     run(source, "a", "b")
@@ -381,3 +387,20 @@ def test_an_outcome_of_no_line_is_not_written(source: Path) -> None:
     with output_for(source) as (output, _):
         assert not output.write(Outcome(99, "z", False, {}))
     shutil.rmtree(source.parent)
+
+
+@pytest.mark.parametrize("takes_its_place", [lambda _path: None, Path.touch])
+def test_an_output_that_is_taken_away_meanwhile_is_told(source: Path, takes_its_place: Callable[[Path], None]) -> None:
+    out = source.with_name("out.jsonl")
+    kept = source.with_name("moved.jsonl")
+
+    def write() -> None:
+        with output_for(source) as (output, plan):
+            out.rename(kept)
+            takes_its_place(out)
+            answer(output, plan)
+            output.sync()
+
+    with pytest.raises(SlotmillError, match="put it back, and go on with --resume"):
+        write()
+    assert custom_ids(kept) == list(IDS)

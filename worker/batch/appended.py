@@ -96,6 +96,8 @@ class AppendedFile:
                 self._is_synced = True  # before, so that a line appended meanwhile is not forgotten
                 try:
                     os.fsync(self._fd)
+                    if not os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                        raise FileNotFoundError(errno.ENOENT, "another file has its name by now")
                 except OSError as error:
                     self._failure = error
         self._check()
@@ -110,7 +112,8 @@ class AppendedFile:
             raise self._failed(self._failure)
 
     def _failed(self, error: OSError) -> SlotmillError:
-        return SlotmillError(f"{self._path}: {error.strerror}; what was synced is kept; make room, and go on with --resume")
+        remedy = "put it back" if error.errno == errno.ENOENT else "make room"
+        return SlotmillError(f"{self._path}: {error.strerror}; what was synced is kept; {remedy}, and go on with --resume")
 
     def _cut(self, size: int) -> None:
         os.ftruncate(self._fd, size)

@@ -4,6 +4,7 @@ Relies on the scripts for each change and on the client for a server that goes a
 is repeated. A record counts what the scripts see: jobs added, and ended by state. Leaves files to the road.
 """
 
+import os
 import random
 import shlex
 import time
@@ -60,7 +61,8 @@ class Record:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more will come of it as it is."""
-        return self.num_ended >= (self["added"] if self.is_cancelled else self.num_good)
+        added = self["added"]
+        return self.num_ended >= (added if self.is_cancelled or "written_ms" in self.fields else max(added, self.num_good))
 
     @property
     def was_retried(self) -> bool:
@@ -114,7 +116,7 @@ class Ledger:
     def open(self, batch_id: str, **facts: object) -> Record:
         """Says what a batch is; its record, made where there was none."""
         keys = (self.keys.batch(batch_id), self.keys.batches)
-        pairs = [part for name, value in facts.items() for part in (name, str(value))]
+        pairs = [part for name, value in facts.items() for part in (name, os.fsencode(str(value)))]  # of paths as they are
         flat = self._ask(lambda: self._scripts.run("batch", keys, self.keys.prefix, batch_id, *pairs))
         return _record(batch_id, dict(zip(flat[::2], flat[1::2], strict=True)))
 
@@ -140,6 +142,10 @@ class Ledger:
     def close(self, batch_id: str) -> None:
         """A batch takes no jobs from now on."""
         self.open(batch_id, cancelled_ms=int(time.time() * 1000))
+
+    def note_written(self, batch_id: str) -> None:
+        """All its lines are in somebody's files, those that the server has lost or never had included."""
+        self.open(batch_id, written_ms=int(time.time() * 1000))
 
     def reopen(self, batch_id: str) -> None:
         """It takes some again."""
@@ -221,4 +227,4 @@ def pause_of(replies: Sequence[EnqueueReply]) -> float:
 
 
 def _record(batch_id: str, fields: Mapping[bytes, bytes]) -> Record:
-    return Record(batch_id, {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
+    return Record(batch_id, {name.decode(): os.fsdecode(value) for name, value in fields.items()})

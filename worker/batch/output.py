@@ -188,8 +188,9 @@ def record_path(out: Path) -> Path:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A record as it was written. `ValueError` for anything else, `OSError`."""
-    record = json.loads(path.read_bytes())
-    if type(record) is not dict or record.get("v") != VERSION:
+    record: dict[str, Any] = json.loads(path.read_bytes())
+    is_ours = type(record) is dict and record.get("v") == VERSION
+    if not is_ours or [type(record.get(name)) for name in ("fingerprint", "errors", "parameters")] != [str, str, dict]:
         raise ValueError("not a record of this version")
     return record
 

@@ -161,6 +161,8 @@ class Collector:
                 self._look(list(self._open))
             self._settle()
         self._settle(is_last=True)
+        if not self.tally.is_cancelled:
+            self.ledger.note_written(self.batch.batch_id)
         return self.tally
 
     def _fill(self) -> bool:
@@ -211,7 +213,9 @@ class Collector:
             states = dict(zip(page, self.ledger.states(page), strict=True))
             self._collect([each for each, state in states.items() if state in FINAL_STATES])
             lost = [(each, self._open.pop(each)) for each, state in states.items() if state is None]
-            self._refused += [] if self.tally.is_cancelled else lost
+            if lost and not self.tally.is_cancelled:
+                self.ledger.open(self.batch.batch_id, **self.batch.facts)  # its record may have gone with them
+                self._refused += lost
 
     def _collect(self, ids: list[str]) -> None:
         for each, result in self.ledger.results(ids):
