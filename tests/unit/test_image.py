@@ -100,7 +100,7 @@ def run_in(image: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_the_image_copies_holds_every_file_of_a_package(image: Path, package: str) -> None:
     path = package.replace(".", "/")
-    kept = {file.name for file in (ROOT / path).iterdir() if file.suffix in (".py", ".lua")}
+    kept = {file.name for file in (ROOT / path).iterdir() if file.suffix in (".py", ".lua", ".typed")}
     assert {file.name for file in (image / "site" / path).iterdir() if file.is_file()} == kept
 
 
