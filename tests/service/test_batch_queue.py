@@ -408,6 +408,18 @@ def test_answers_that_are_not_on_the_server_any_more_are_told(
     assert "the answers of 2 lines are not on the server any more" in capsys.readouterr().err
 
 
+def test_a_batch_that_ran_for_two_outputs_counts_its_lines_once(
+    served: Run, given: Path, out: Path, redis_client: redis.Redis, shared_queue: str, capsys: Capture
+) -> None:
+    keys = Keys(shared_queue)
+    for path in (out, out.with_name("out2.jsonl")):
+        assert served("submit", "-i", given, "-o", path, "--id", "twice") == 0
+        redis_client.delete(*(key(f"twice-{i}") for i in range(1, NUM_LINES + 1) for key in (keys.job, keys.result)))
+    assert record(served, "twice", capsys)["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+    assert served("status", "twice") == 0
+    assert f"{NUM_LINES} of {NUM_LINES} succeeded, 0 failed" in capsys.readouterr().out
+
+
 def test_a_batch_holds_one_file(batch: Run, given: Path, tmp_path: Path, capsys: Capture) -> None:
     added(batch, given, capsys, "--id", "mine")
     other = write_lines(tmp_path / "other.jsonl", line(1))

@@ -54,6 +54,16 @@ class Record:
         return sum(self[state] for state in FINAL_STATES)
 
     @property
+    def num_failed(self) -> int:
+        """Lines whose jobs ended in another way than by success, as far as a count of jobs tells."""
+        return min(self.num_ended - self["succeeded"], self.num_good)
+
+    @property
+    def num_succeeded(self) -> int:
+        """Lines whose jobs succeeded. A line that was run for more than one output has made more than one job."""
+        return min(self["succeeded"], self.num_good - self.num_failed)
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether it takes no jobs any more."""
         return "cancelled_ms" in self.fields
@@ -79,7 +89,7 @@ class Record:
     def to_openai(self) -> dict[str, Any]:
         """As `openai.types.Batch`, and beside its fields the counts by state."""
         counts = {name: self[name] for name in ("added", *FINAL_STATES)}
-        failed = self["bad"] + self.num_ended - self["succeeded"]
+        requests = {"total": self["total"], "completed": self.num_succeeded, "failed": self["bad"] + self.num_failed}
         return {
             "id": self.batch_id,
             "object": "batch",
@@ -88,7 +98,7 @@ class Record:
             "completion_window": "30d",
             "status": self.status,
             "created_at": self["created_ms"] // 1000,
-            "request_counts": {"total": self["total"], "completed": self["succeeded"], "failed": failed},
+            "request_counts": requests,
             "counts": counts,
         }
 
