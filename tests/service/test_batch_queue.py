@@ -382,6 +382,26 @@ def test_a_full_queue_is_waited_for(
 
 
 @pytest.mark.parametrize("has_output", [True, False])
+def test_a_server_without_memory_is_waited_for_and_told_once(
+    served: Run, given: Path, out: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_output: bool
+) -> None:
+    refusals = iter(range(2))
+    add = Broker.enqueue_many
+
+    def add_when_there_is_room(broker: Broker, jobs: Any, lane: str, batch_id: str) -> Any:
+        if next(refusals, None) is None:
+            return add(broker, jobs, lane, batch_id)
+        add(broker, jobs[:2], lane, batch_id)  # which had room yet
+        raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    monkeypatch.setattr(Broker, "enqueue_many", add_when_there_is_room)
+    monkeypatch.setattr(ledger_module, "MEMORY_S", 0.01)
+    assert served("submit", "-i", given, "--id", f"memory-{has_output}", *(["-o", out] if has_output else [])) == 0
+    assert capsys.readouterr().err.count("worker: the server's memory is full; waiting for room") == 1
+    assert len(ids(out)) == NUM_LINES * has_output
+
+
+@pytest.mark.parametrize("has_output", [True, False])
 def test_a_closed_queue_is_one_line(
     batch: Run, given: Path, out: Path, redis_client: redis.Redis, queue: str, capsys: Capture, has_output: bool
 ) -> None:

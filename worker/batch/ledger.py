@@ -24,6 +24,8 @@ from worker.lua import Scripts
 
 PAGE: Final = 200
 """Jobs that one pipeline, or one script, is about."""
+MEMORY_S: Final = 1.0
+"""How long a server without memory is left alone."""
 SETTLED_TTL_S: Final = 60
 """Life of a job's keys from when its result is on the client's disk: a late duplicate must still be recognised."""
 
@@ -122,6 +124,8 @@ class Ledger:
         self.keys = self.broker.keys
         self._scripts = Scripts(server)
         self._ask = Client(server, queue)._call  # its patience, without its single jobs
+        self.lacks_memory = False
+        """Why the jobs that were added last met a full queue: the server had no room for more."""
 
     def open(self, batch_id: str, **facts: object) -> Record:
         """Says what a batch is; its record, made where there was none."""
@@ -163,12 +167,21 @@ class Ledger:
 
     def add(self, batch_id: str, lane: str, jobs: Sequence[Job]) -> list[EnqueueReply]:
         """One reply for each. `QueueClosed` when the queue is drained."""
-        replies = self._ask(lambda: self.broker.enqueue_many(jobs, lane, batch_id))
+        replies = self._ask(lambda: self._enqueue(jobs, lane, batch_id))
         if any(reply.status == "closed" for reply in replies):
             remedy = (
                 f"`worker queue resume --queue {shlex.quote(self.keys.queue)}` reopens it; then go on with the same command"
             )
             raise QueueClosed(f"queue {self.keys.queue}: closed: it takes no jobs while it is drained; {remedy}", CLOSED_S)
+        return replies
+
+    def _enqueue(self, jobs: Sequence[Job], lane: str, batch_id: str) -> list[EnqueueReply]:
+        try:
+            replies = self.broker.enqueue_many(jobs, lane, batch_id)
+        except redis.OutOfMemoryError:  # as a full queue: who collects meanwhile what has ended makes room
+            self.lacks_memory = True
+            return [EnqueueReply("full", name, MEMORY_S) for name, _ in jobs]
+        self.lacks_memory = False
         return replies
 
     def states(self, ids: Sequence[str]) -> list[str | None]:

@@ -264,7 +264,8 @@ class _Watch:
     def full(self) -> None:
         if not self._was_told_full:
             self._was_told_full = True
-            note(f"queue {self._ledger.keys.queue} is full; waiting for room")
+            what = "the server's memory" if self._ledger.lacks_memory else f"queue {self._ledger.keys.queue}"
+            note(f"{what} is full; waiting for room")
 
     def silence(self) -> None:
         if self._was_told_unserved or time.monotonic() - self._moved < UNSERVED_S:
