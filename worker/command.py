@@ -32,6 +32,7 @@ from worker.errors import (
     WaitTimeout,
 )
 from worker.keys import DEFAULT_QUEUE
+from worker.progress import print_above
 
 OK, FAILED, BAD_INPUT, CANCELLED, TIMEOUT, NO_SERVER, NO_ENGINE = range(7)
 """Exit codes."""
@@ -137,7 +138,8 @@ def _with_command(message: str, context: click.Context | None) -> str:
 def say(text: str = "", *, nl: bool = True) -> None:
     """Print on stdout. Leaves quietly when nobody reads any more, with one line when it cannot be written."""
     try:
-        click.echo(text, nl=nl)
+        if not (nl and print_above(text, sys.stdout)):
+            click.echo(text, nl=nl)
     except OSError as error:
         raise click.exceptions.Exit(_give_up_output(error)) from None
 
@@ -159,7 +161,9 @@ def plain(text: str) -> str:
 
 def note(message: str) -> None:
     """Say one line on stderr."""
-    click.echo(f"worker: {' '.join(message.split())}", err=True)
+    line = f"worker: {' '.join(message.split())}"
+    if not print_above(line, sys.stderr):
+        click.echo(line, err=True)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from worker.progress import print_above
 from worker.stderr import Stderr
 
 if TYPE_CHECKING:
@@ -122,13 +123,16 @@ def _who_and_what_first(_logger: Any, _method: str, entry: "structlog.typing.Eve
 
 
 def _as_a_command(_logger: Any, _method: str, entry: Any) -> str:
-    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
-        import structlog
+    import structlog
 
+    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
         raise structlog.DropEvent
     del entry["timestamp"], entry["level"], entry["part"]
     event = str(entry.pop("event")).replace("_", " ")
-    return " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
+    line = " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
+    if print_above(line, sys.stderr):
+        raise structlog.DropEvent
+    return line
 
 
 class _Part:

@@ -1,18 +1,29 @@
 """A bar on stderr for what takes longer than two seconds; nothing where stderr is no terminal.
 
+A line that is printed meanwhile goes above it, by `print_above`: the bar would be drawn over it.
+
 Relies on rich, which is imported when there is something to show.
 """
 
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
 PATIENCE_S = 2.0
+_shown: "list[Bar]" = []
+
+
+def print_above(line: str, stream: TextIO) -> bool:
+    """Print a line of a terminal above the bar; False where there is no bar, or `stream` is no terminal."""
+    if not _shown or not stream.isatty():
+        return False
+    _shown[-1].console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    return True
 
 
 class Progress:
@@ -33,6 +44,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+            _shown.remove(self._bar)
 
     def update(self, done: int, total: int, detail: str = "") -> None:
         """`done` of `total`; `detail` is shown at the end of the line."""
@@ -42,6 +54,7 @@ class Progress:
             self._bar = _bar(self._unit)
             self._task = self._bar.add_task(self._what, total=total, completed=done, detail=detail)
             self._bar.start()
+            _shown.append(self._bar)
         self._bar.update(self._task, completed=done, total=total, detail=detail)
 
 
@@ -63,4 +76,6 @@ def _bar(unit: str) -> "Bar":
         TextColumn("{task.fields[detail]}", markup=False),
         console=Console(stderr=True),
         transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )

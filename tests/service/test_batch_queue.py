@@ -382,6 +382,26 @@ def test_a_full_queue_is_waited_for(
 
 
 @pytest.mark.parametrize("has_output", [True, False])
+def test_a_server_without_memory_is_waited_for_and_told_once(
+    served: Run, given: Path, out: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_output: bool
+) -> None:
+    refusals = iter(range(2))
+    add = Broker.enqueue_many
+
+    def add_when_there_is_room(broker: Broker, jobs: Any, lane: str, batch_id: str) -> Any:
+        if next(refusals, None) is None:
+            return add(broker, jobs, lane, batch_id)
+        add(broker, jobs[:2], lane, batch_id)  # which had room yet
+        raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    monkeypatch.setattr(Broker, "enqueue_many", add_when_there_is_room)
+    monkeypatch.setattr(ledger_module, "MEMORY_S", 0.01)
+    assert served("submit", "-i", given, "--id", f"memory-{has_output}", *(["-o", out] if has_output else [])) == 0
+    assert capsys.readouterr().err.count("worker: the server's memory is full; waiting for room") == 1
+    assert len(ids(out)) == NUM_LINES * has_output
+
+
+@pytest.mark.parametrize("has_output", [True, False])
 def test_a_closed_queue_is_one_line(
     batch: Run, given: Path, out: Path, redis_client: redis.Redis, queue: str, capsys: Capture, has_output: bool
 ) -> None:
@@ -406,6 +426,18 @@ def test_answers_that_are_not_on_the_server_any_more_are_told(
     redis_client.delete(*(key(f"{batch_id}-{i}") for i in (1, 2) for key in (keys.job, keys.result, keys.log)))
     assert served("fetch", batch_id, "-o", out) == 1
     assert "the answers of 2 lines are not on the server any more" in capsys.readouterr().err
+
+
+def test_a_batch_that_ran_for_two_outputs_counts_its_lines_once(
+    served: Run, given: Path, out: Path, redis_client: redis.Redis, shared_queue: str, capsys: Capture
+) -> None:
+    keys = Keys(shared_queue)
+    for path in (out, out.with_name("out2.jsonl")):
+        assert served("submit", "-i", given, "-o", path, "--id", "twice") == 0
+        redis_client.delete(*(key(f"twice-{i}") for i in range(1, NUM_LINES + 1) for key in (keys.job, keys.result)))
+    assert record(served, "twice", capsys)["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+    assert served("status", "twice") == 0
+    assert f"{NUM_LINES} of {NUM_LINES} succeeded, 0 failed" in capsys.readouterr().out
 
 
 def test_a_batch_holds_one_file(batch: Run, given: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -244,21 +244,22 @@ def test_a_row_is_a_chat_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "param"),
+    ("row", "param", "words"),
     [
-        ({}, "p"),
-        ({"p": ""}, "p"),
-        ({"p": None}, "p"),
-        ({"p": 5, "i": "a"}, "p"),
-        ({"p": "x"}, "custom_id"),
-        ({"p": "x", "i": True}, "custom_id"),
+        ({}, "p", "more cells than the header; put those that hold a separator in quotes"),
+        ({"p": ""}, "p", "empty; each row needs a text"),
+        ({"p": None}, "p", "empty; each row needs a text"),
+        ({"p": 5, "i": "a"}, "p", "int; each row needs a text"),
+        ({"p": "x"}, "custom_id", "missing"),
+        ({"p": "x", "i": True}, "custom_id", "bool"),
     ],
     ids=str,
 )
-def test_a_row_needs_a_text_and_an_id(row: dict[str, Any], param: str) -> None:
+def test_a_row_needs_a_text_and_an_id(row: dict[str, Any], param: str, words: str) -> None:
     found = parse_line(3, row, Rules(prompt_column="p", id_column="i"))
     assert isinstance(found, BadLine)
     assert found.param == param
+    assert words in found.message
 
 
 def test_a_body_that_grows_over_the_limit_is_refused() -> None:
@@ -272,6 +273,7 @@ def test_a_cell_that_was_not_utf_8_is_refused() -> None:
     found = parse_line(1, {"p": "a\udcff"}, Rules(prompt_column="p"))
     assert isinstance(found, BadLine)
     assert "surrogate" in found.message
+    assert "save it as UTF-8" in found.message
 
 
 LOGPROBS = (TokenLogprobs(-0.5, ((7, -0.5), (8, float("-inf")))),)

@@ -286,6 +286,14 @@ def test_what_cannot_be_created_is_refused(source: Path, tmp_path: Path, path: s
         run(source, out=tmp_path / path, resume=True)
 
 
+def test_a_record_that_is_a_directory_is_refused(source: Path) -> None:
+    record_path(source.with_name("out.jsonl")).mkdir()
+    for is_resumed in (False, True):
+        with pytest.raises(InvalidOption, match=r"--output: .*\.batch\.json, is a directory; write to another file"):
+            run(source, resume=is_resumed)
+    assert not source.with_name("out.jsonl").exists()
+
+
 def test_what_is_no_regular_file_is_refused(source: Path) -> None:
     with pytest.raises(InvalidOption, match="--output: /dev/null: no regular file"):
         run(source, out=Path("/dev/null"), resume=True)
@@ -297,6 +305,7 @@ def test_what_failed_before_its_first_line_is_not_in_the_way_of_the_next_try(tmp
         raise RuntimeError
     with pytest.raises(InvalidOption), output_for(path, errors=tmp_path / "no" / "errors.jsonl"):
         pass
+    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
     run(path)
     assert written(path) == ["a", "b"]
 

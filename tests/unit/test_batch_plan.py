@@ -103,6 +103,12 @@ def test_columns_and_file_have_to_go_together(tmp_path: Path, name: str, rules: 
         Plan(tmp_path / name, rules)
 
 
+def test_a_table_in_utf_16_is_told_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("p\na\n", encoding="utf-16")
+    with pytest.raises(InvalidOption, match=r"--input: .*in\.csv: is UTF-16; save it as UTF-8"):
+        Plan(tmp_path / "in.csv", Rules(prompt_column="p"))
+
+
 def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("p,i\nHello,1\n,2\nYou,1\n")
     with Plan(tmp_path / "in.csv", Rules(prompt_column="p", id_column="i")) as plan:

@@ -24,6 +24,8 @@ from worker.lua import Scripts
 
 PAGE: Final = 200
 """Jobs that one pipeline, or one script, is about."""
+MEMORY_S: Final = 1.0
+"""How long a server without memory is left alone."""
 SETTLED_TTL_S: Final = 60
 """Life of a job's keys from when its result is on the client's disk: a late duplicate must still be recognised."""
 
@@ -54,6 +56,16 @@ class Record:
         return sum(self[state] for state in FINAL_STATES)
 
     @property
+    def num_failed(self) -> int:
+        """Lines whose jobs ended in another way than by success, as far as a count of jobs tells."""
+        return min(self.num_ended - self["succeeded"], self.num_good)
+
+    @property
+    def num_succeeded(self) -> int:
+        """Lines whose jobs succeeded. A line that was run for more than one output has made more than one job."""
+        return min(self["succeeded"], self.num_good - self.num_failed)
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether it takes no jobs any more."""
         return "cancelled_ms" in self.fields
@@ -79,7 +91,7 @@ class Record:
     def to_openai(self) -> dict[str, Any]:
         """As `openai.types.Batch`, and beside its fields the counts by state."""
         counts = {name: self[name] for name in ("added", *FINAL_STATES)}
-        failed = self["bad"] + self.num_ended - self["succeeded"]
+        requests = {"total": self["total"], "completed": self.num_succeeded, "failed": self["bad"] + self.num_failed}
         return {
             "id": self.batch_id,
             "object": "batch",
@@ -88,7 +100,7 @@ class Record:
             "completion_window": "30d",
             "status": self.status,
             "created_at": self["created_ms"] // 1000,
-            "request_counts": {"total": self["total"], "completed": self["succeeded"], "failed": failed},
+            "request_counts": requests,
             "counts": counts,
         }
 
@@ -112,6 +124,8 @@ class Ledger:
         self.keys = self.broker.keys
         self._scripts = Scripts(server)
         self._ask = Client(server, queue)._call  # its patience, without its single jobs
+        self.lacks_memory = False
+        """Why the jobs that were added last met a full queue: the server had no room for more."""
 
     def open(self, batch_id: str, **facts: object) -> Record:
         """Says what a batch is; its record, made where there was none."""
@@ -153,12 +167,21 @@ class Ledger:
 
     def add(self, batch_id: str, lane: str, jobs: Sequence[Job]) -> list[EnqueueReply]:
         """One reply for each. `QueueClosed` when the queue is drained."""
-        replies = self._ask(lambda: self.broker.enqueue_many(jobs, lane, batch_id))
+        replies = self._ask(lambda: self._enqueue(jobs, lane, batch_id))
         if any(reply.status == "closed" for reply in replies):
             remedy = (
                 f"`worker queue resume --queue {shlex.quote(self.keys.queue)}` reopens it; then go on with the same command"
             )
             raise QueueClosed(f"queue {self.keys.queue}: closed: it takes no jobs while it is drained; {remedy}", CLOSED_S)
+        return replies
+
+    def _enqueue(self, jobs: Sequence[Job], lane: str, batch_id: str) -> list[EnqueueReply]:
+        try:
+            replies = self.broker.enqueue_many(jobs, lane, batch_id)
+        except redis.OutOfMemoryError:  # as a full queue: who collects meanwhile what has ended makes room
+            self.lacks_memory = True
+            return [EnqueueReply("full", name, MEMORY_S) for name, _ in jobs]
+        self.lacks_memory = False
         return replies
 
     def states(self, ids: Sequence[str]) -> list[str | None]:

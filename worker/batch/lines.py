@@ -154,16 +154,26 @@ def _read(record: bytes) -> dict[str, Any]:
 
 def _row(number: int, row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     """The line that a row stands for."""
-    prompt = row.get(rules.prompt_column or "")
-    if type(prompt) is not str or not prompt:
-        found = "empty" if prompt in (None, "") else type(prompt).__name__
-        raise RefusedError("invalid_value", _shown(rules.prompt_column or ""), f"{found}; each row needs a text there")
+    column = rules.prompt_column or ""
+    prompt = row.get(column)
+    if problem := _prompt_problem(row, prompt):
+        raise RefusedError("invalid_value", _shown(column), problem)
     custom_id = f"row-{number}" if rules.id_column is None else row.get(rules.id_column)
     if type(custom_id) is int:
         custom_id = str(custom_id)
     system = [{"role": "system", "content": rules.system}] if rules.system else []
     request = {**rules.fields, "messages": [*system, {"role": "user", "content": prompt}]}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": request}
+
+
+def _prompt_problem(row: Mapping[str, Any], prompt: object) -> str | None:
+    if not row:
+        return "the row has more cells than the header; put those that hold a separator in quotes"
+    if type(prompt) is not str or not prompt:
+        return f"{'empty' if prompt in (None, '') else type(prompt).__name__}; each row needs a text there"
+    if codec.has_lone_surrogate(prompt):
+        return "text with a lone surrogate, as of a file that is not UTF-8; save it as UTF-8"
+    return None
 
 
 def _custom_id(line: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ class BatchOutput:
         """
         self._plan = plan
         self._is_ordered = order == "input"
+        self._is_new = not resume
         self._retries = retry_failed
         self._waiting: dict[int, Outcome] = {}
         self._next = 1
@@ -81,6 +82,8 @@ class BatchOutput:
             with suppress(*(() if error is None else (Exception,))):  # the first error says what went wrong
                 self.sync()
         finally:
+            if error is not None and self._is_new and not self._out.size and not self._errors.size:  # it goes with its files
+                self._record_path.unlink(missing_ok=True)
             self._opened.__exit__(kind, error, trace)
 
     def remember(self, **facts: Any) -> None:
@@ -179,6 +182,8 @@ def _check_paths(input_path: Path, out: Path, errors: Path) -> None:
             raise InvalidOption(f"{option}: {path}: is the input; write to another file")
     if _same(errors, record_path(out)):
         raise InvalidOption(f"--errors: {errors}: holds the record of {out}; write to another file")
+    if record_path(out).is_dir():
+        raise InvalidOption(f"--output: {out}: its record, {record_path(out)}, is a directory; write to another file")
 
 
 def record_path(out: Path) -> Path:

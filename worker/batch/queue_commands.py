@@ -264,7 +264,8 @@ class _Watch:
     def full(self) -> None:
         if not self._was_told_full:
             self._was_told_full = True
-            note(f"queue {self._ledger.keys.queue} is full; waiting for room")
+            what = "the server's memory" if self._ledger.lacks_memory else f"queue {self._ledger.keys.queue}"
+            note(f"{what} is full; waiting for room")
 
     def silence(self) -> None:
         if self._was_told_unserved or time.monotonic() - self._moved < UNSERVED_S:
@@ -392,8 +393,9 @@ def _tell_fetched(record: Record, tally: Tally, code: int, num_answers: int) -> 
     """What the files lack; the exit code."""
     open_jobs = max(0, record["added"] - record.num_ended)
     if open_jobs or not record.has_ended:
-        note(f"batch {record.batch_id}: {record.num_good - record.num_ended} lines have not ended; --wait waits for them")
-    if (gone := record["succeeded"] - num_answers) > 0:
+        num_open = max(open_jobs, record.num_good - record.num_ended)
+        note(f"batch {record.batch_id}: {num_open} lines have not ended; --wait waits for them")
+    if (gone := record.num_succeeded - num_answers) > 0:
         note(f"batch {record.batch_id}: the answers of {gone} lines are not on the server any more")
         return FAILED
     return FAILED if tally.lost else code
@@ -405,7 +407,6 @@ def _say_record(record: Record) -> None:
 
 def _line(record: Record) -> str:
     made = datetime.fromtimestamp(record["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    failed = record.num_ended - record["succeeded"]
-    counts = f"{record['succeeded']} of {record['total']} succeeded, {failed} failed, {record['bad']} bad"
+    counts = f"{record.num_succeeded} of {record['total']} succeeded, {record.num_failed} failed, {record['bad']} bad"
     running = f", {open_jobs} on the queue" if (open_jobs := record["added"] - record.num_ended) else ""
     return f"{record.batch_id}  {record.status}  {counts}{running}  {made}  {plain(record.fields.get('name', ''))}"

@@ -4,6 +4,7 @@ Tolerates a byte-order mark, CRLF, blank lines and a missing last newline. Memor
 pyarrow is imported for Parquet alone.
 """
 
+import codecs
 import csv
 import os
 import stat
@@ -48,6 +49,9 @@ def columns(path: Path) -> tuple[str, ...] | None:
             return tuple(file.schema_arrow.names)
     if path.suffix.lower() not in _CSV:
         return None
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise InvalidOption(f"--input: {path}: is UTF-16; save it as UTF-8")
     with _csv_text(path) as text:
         return tuple(next((row for row in _csv_rows(path, text, _ignore) if row), ()))
 
