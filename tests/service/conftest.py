@@ -1,4 +1,4 @@
-"""Workers on the fake engine, and producers for them."""
+"""Workers on the fake engine, producers for them, and what the tests of both clients share."""
 
 import uuid
 from collections.abc import Iterator
@@ -10,8 +10,11 @@ import redis
 from tests.support import fake_engine
 from tests.support.jobs import Producer
 from tests.support.server import drop_queue, leaked_keys
+from tests.support.streams import Listens
+from tests.support.wait import wait_until
 from tests.support.worker import WorkerMaker, WorkerUnderTest, workers
 from worker.connection import connect
+from worker.keys import Keys
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +56,20 @@ def producer(redis_client: redis.Redis, queue: str) -> Producer:
 def make_worker(redis_url: str, queue: str, fake_model: Path) -> Iterator[WorkerMaker]:
     with workers(redis_url, queue, fake_model) as make:
         yield make
+
+
+@pytest.fixture
+def listens(redis_client: redis.Redis, queue: str) -> Listens:
+    """listens(job_id, count): returns once that many connections have subscribed to a job's channel."""
+    channel = Keys(queue).channel
+
+    def wait(job_id: str, count: int = 1) -> None:
+        wait_until(lambda: redis_client.pubsub_numsub(channel(job_id))[0][1] == count, message=f"{count} subscribed")
+
+    return wait
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is not looked into, so that nothing is mended by it."""
+    monkeypatch.setattr("worker.client.CHECK_S", 60.0)

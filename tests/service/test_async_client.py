@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from tests.support.server import BrokerMaker, brokers, embedded_server, wait_written
-from tests.support.streams import Reader, Work, ids, text
+from tests.support.streams import Listens, Reader, Work, ids, text
 from tests.support.wait import wait_until
 from worker.broker import Broker
 from worker.client import AsyncClient, Delta
@@ -17,11 +17,9 @@ from worker.connection import connect
 from worker.embedded import EmbeddedServer
 from worker.errors import InvalidJob, JobFailed, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
 from worker.frames import ControlFrame, Result
-from worker.keys import Keys
 from worker.switchboard import Ear
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-Listens = Callable[..., None]
 
 
 @pytest.fixture
@@ -49,23 +47,6 @@ def client(redis_url: str, queue: str, run: Run) -> Iterator[AsyncClient]:
     made = AsyncClient(redis_url, queue)
     yield made
     run(made.close())
-
-
-@pytest.fixture
-def listens(redis_client: redis.Redis, queue: str) -> Listens:
-    """listens(job_id, count): returns once that many connections have subscribed to a job's channel."""
-    channel = Keys(queue).channel
-
-    def wait(job_id: str, count: int = 1) -> None:
-        wait_until(lambda: redis_client.pubsub_numsub(channel(job_id))[0][1] == count, message=f"{count} subscribed")
-
-    return wait
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is not looked into, so that nothing is mended by it."""
-    monkeypatch.setattr("worker.client.CHECK_S", 60.0)
 
 
 class AsyncReader(Reader):

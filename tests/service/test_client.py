@@ -9,7 +9,7 @@ import redis
 from redis.client import PubSub
 
 from tests.support.server import BrokerMaker, brokers, drop_queue, embedded_server, wait_written
-from tests.support.streams import Reader, Work, ids
+from tests.support.streams import Listens, Reader, Work, ids
 from tests.support.wait import wait_until
 from worker import broker as broker_module
 from worker.broker import Broker, EnqueueReply
@@ -37,25 +37,6 @@ def client(redis_url: str, queue: str) -> Iterator[Client]:
     with Client(redis_url, queue) as made:
         yield made
 
-
-@pytest.fixture
-def listens(redis_client: redis.Redis, queue: str) -> Callable[[str, int], None]:
-    """listens(job_id, count): returns once that many subscriptions of a job's channel are confirmed."""
-    channel = Keys(queue).channel
-
-    def wait(job_id: str, count: int = 1) -> None:
-        wait_until(lambda: redis_client.pubsub_numsub(channel(job_id))[0][1] == count, message=f"{count} subscribed")
-
-    return wait
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is not looked into, so that nothing is mended by it."""
-    monkeypatch.setattr("worker.client.CHECK_S", 60.0)
-
-
-Listens = Callable[..., None]
 
 # Enqueue
 

@@ -1,6 +1,7 @@
 """One attempt at a job, played by hand; readers of streams on threads of their own; many of them with the fake engine."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import redis
@@ -12,6 +13,9 @@ from worker.claims import Delivery, Emission, Finish
 from worker.client import Client, Delta
 from worker.errors import SlotmillError
 from worker.frames import Choice, ControlFrame, Frame, Result, TokenFrame, Usage, encode_frame, encode_result
+
+Listens = Callable[..., None]
+"""listens(job_id, count): returns once that many connections have subscribed to a job's channel."""
 
 
 @dataclass
