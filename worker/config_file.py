@@ -37,8 +37,8 @@ def use(ctx: click.Context, _option: click.Parameter, path: Path | None) -> None
     commands = dict(_commands(ctx.find_root().command))
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
-        shared = _values({key: value for key, value in given.items() if key not in commands}, commands.values(), "")
-        own = {name: _values(given.get(name, {}), [command], name) for name, command in commands.items()}
+        shared = _values({key: value for key, value in given.items() if key not in commands}, commands, "")
+        own = {name: _values(given.get(name, {}), {name: command}, name) for name, command in commands.items()}
     except OSError as error:
         raise click.UsageError(f"--config: {path}: {error.strerror}; name a TOML file", ctx) from None
     except ValueError as error:
@@ -101,27 +101,33 @@ def _in_files(command: click.Command) -> dict[str, click.Option]:
     return {option.opts[-1].removeprefix("--"): option for option in options if str(option.envvar).startswith("SLOTMILL_")}
 
 
-def _values(table: object, commands: Iterable[click.Command], section: str) -> dict[str, Any]:
+def _values(table: object, commands: Mapping[str, click.Command], section: str) -> dict[str, Any]:
     """The default of each parameter that `table` gives; `section` is empty for what stands above the sections."""
     if not isinstance(table, Mapping):
         raise _Refused(f"{section} is a section; write [{section}]")
-    known = {key: option for command in commands for key, option in _in_files(command).items() if section or key in SHARED}
+    known = {
+        key: option for command in commands.values() for key, option in _in_files(command).items() if section or key in SHARED
+    }
     found = {}
     for key, value in table.items():
         where = f"[{section}] {key}" if section else key
         if option := known.get(key):
             found[option.name or ""] = _checked(option, value, where)
         elif isinstance(value, Mapping):
-            raise _Refused(f"[{where}]: no such section; one is a command, with a dash between its words")
+            advice = _nearest(key, commands) or "one is a command, with a dash between its words"
+            raise _Refused(f"[{where}]: no such section; {advice}")
         else:
             _refuse_unknown(key, where, known)
     return found
 
 
 def _refuse_unknown(key: str, where: str, known: Iterable[str]) -> NoReturn:
-    nearest = difflib.get_close_matches(key, known, 1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(known) or 'none'}"
+    advice = _nearest(key, known) or f"known here: {', '.join(known) or 'none'}"
     raise _Refused(f"{where}: no such option; {advice}")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    return "".join(f"did you mean {name}?" for name in difflib.get_close_matches(key, known, 1))
 
 
 def _checked(option: click.Option, value: object, where: str) -> object:

@@ -12,7 +12,7 @@ SlotmillError
 ├── ProtocolError      a frame or result that this version cannot read
 ├── ServerUnavailable  no usable Redis server; exit code 5
 ├── EngineUnavailable  the engine did not start or is gone; exit code 6
-└── WaitTimeout        a wait ended before the job did; exit code 4
+└── WaitTimeout        a wait ended before the job did; carries its `state`; exit code 4
 """
 
 from typing import TYPE_CHECKING
@@ -126,4 +126,8 @@ class EngineUnavailable(SlotmillError):
 
 
 class WaitTimeout(SlotmillError):
-    """A wait ended before the job did."""
+    """A wait ended before what it waited for. `state` is that of the job by then, None where it was not for one job."""
+
+    def __init__(self, message: str, state: str | None = None) -> None:
+        super().__init__(message)
+        self.state = state

@@ -55,7 +55,7 @@ class Follower:
         """
         self.result: Result | None = None
         self.state: str | None = None
-        """At the last look; None while no worker has seen the job."""
+        """As far as seen and heard; None while no worker has seen the job."""
         self._redis = redis
         self._keys = keys
         self._job_id = job_id
@@ -85,11 +85,17 @@ class Follower:
             return self._check_s
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
-            raise WaitTimeout(f"job {self._job_id}: has not ended in the time given; it goes on: wait longer, or cancel it")
+            raise self._timeout()
         return min(self._check_s, left_s)
+
+    def _timeout(self) -> WaitTimeout:
+        state = self.state or "queued"
+        left = "it goes on" if state == "running" else f"it is {state}, and `worker queue stats` tells who serves the queue"
+        return WaitTimeout(f"job {self._job_id}: has not ended in the time given; {left}: wait longer, or cancel it", state)
 
     def _take(self, data: bytes) -> Steps:
         frame = decode_frame(data)
+        self.state = "running"
         self._attempt = max(self._attempt, frame.attempt)
         deltas = self._assembler.add(frame)
         if deltas is None:

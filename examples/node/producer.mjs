@@ -2,7 +2,8 @@
 //
 //     npm ci && node producer.mjs "Why is the sky blue?"
 //
-// SLOTMILL_REDIS_URL and SLOTMILL_QUEUE say where. `enqueue` and `follow` are what a program of your own would take over.
+// SLOTMILL_REDIS_URL and SLOTMILL_QUEUE say where. Ctrl-C cancels the job, a second one leaves at once. `enqueue`, `follow` and
+// `cancel` are what a program of your own would take over.
 
 import { randomUUID } from "node:crypto";
 import { setTimeout as pause } from "node:timers/promises";
@@ -11,6 +12,7 @@ import { decode } from "@msgpack/msgpack";
 import { createClient, RESP_TYPES } from "redis";
 
 const CHECK_MS = 1000; // silence after which the log is looked at again
+const DAY_S = 86_400;
 const PAGE = 512; // entries of the log read at a time
 
 /** Put a job in; its id. `body` has the fields of a job body (docs/protocol.md). */
@@ -18,6 +20,17 @@ export async function enqueue(redis, queue, body, lane = "normal") {
   const id = randomUUID();
   await redis.xAdd(`slotmill:{${queue}}:jobs:${lane}`, "*", { v: "1", id, j: JSON.stringify(body) });
   return id;
+}
+
+/** Ask for a job's end: it comes soon, or when a worker takes the job, with the text so far. */
+export async function cancel(redis, queue, id) {
+  const job = `slotmill:{${queue}}:job:${id}`;
+  await redis
+    .multi()
+    .hSet(job, "cancel", "1") // seen when the job is claimed, or its lease renewed
+    .expire(job, DAY_S, "NX") // where nothing else would delete it
+    .publish(`slotmill:{${queue}}:ctl`, `cancel ${id}`) // who runs it need not wait for that
+    .exec();
 }
 
 /**
@@ -122,7 +135,9 @@ async function main(prompt) {
   redis.on("error", (error) => console.error(`server: ${error.message}; trying again`));
   await redis.connect();
   const queue = process.env.SLOTMILL_QUEUE ?? "default";
-  const deltas = follow(redis, queue, await enqueue(redis, queue, { prompt, max_tokens: 64, temperature: 0 }));
+  const id = await enqueue(redis, queue, { prompt, max_tokens: 64, temperature: 0 });
+  process.once("SIGINT", () => cancel(redis, queue, id));
+  const deltas = follow(redis, queue, id);
   let text = ""; // of the one choice that was asked for
   let step;
   while (!(step = await deltas.next()).done) {
@@ -130,7 +145,7 @@ async function main(prompt) {
     text = delta.isRestart ? [...text].slice(0, delta.offset).join("") : text + delta.text;
     process.stdout.write(delta.isRestart ? `\n[anew]${text}` : delta.text);
   }
-  const { id, state, code } = step.value;
+  const { state, code } = step.value;
   console.log(`\n${JSON.stringify({ id, state, code, text })}`);
   await redis.close();
 }

@@ -464,6 +464,20 @@ def test_a_wait_ends_in_time(client: Client, wait: Callable[[Client, str], objec
         wait(client, job_id)
 
 
+@pytest.mark.parametrize("state", ["queued", "delayed", "running"])
+def test_a_wait_that_ends_too_early_tells_in_what_state_the_job_is(client: Client, broker: Broker, state: str) -> None:
+    stream = client.stream(client.enqueue("Hi", delay_s=60 if state == "delayed" else 0), 0.2)
+    reader = iter(stream)
+    if state == "running":
+        Work.claim(broker).tokens(1)
+        next(reader)
+    with pytest.raises(
+        WaitTimeout, match="it goes on" if state == "running" else f"it is {state}, and `worker queue stats`"
+    ) as told:
+        next(reader)
+    assert told.value.state == state
+
+
 def test_a_delayed_job_is_followed_to_its_end(
     client: Client, broker: Broker, redis_client: redis.Redis, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

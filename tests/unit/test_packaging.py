@@ -62,11 +62,17 @@ def test_the_client_loads_nothing_beyond_redis_and_msgpack_that_is_not_ours_or_p
     code = """
 import sys, redis
 before = set(sys.modules)
-import worker.client
+from worker.client import AsyncClient, Client
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 print(sorted(name for name in loaded if getattr(sys.modules[name], "__file__", None)))  # others have no file: Cython's own
 """
     assert run_python(code) == "['engine', 'msgpack', 'worker']"
+
+
+def test_what_the_page_of_the_client_installs_is_what_the_package_would() -> None:
+    installed = re.findall(r"'((?:redis|msgpack)[<>=][^']*)'", (ROOT / "docs" / "client.md").read_text())
+    assert len(installed) == 2
+    assert set(installed) <= set(PROJECT["project"]["dependencies"])
 
 
 def test_the_command_line_loads_the_work_of_no_command_before_it_runs() -> None:
