@@ -98,4 +98,4 @@ docs-reference: setup ## write the tables that are made from the code
 	$(BIN)/python -m docs.generate
 
 clean: ## remove .venv and what npm has installed
-	rm -rf $(VENV) examples/node/node_modules
+	rm -rf $(VENV) build examples/node/node_modules

@@ -101,7 +101,7 @@ def _check_unserved(name: str, value: Any, given: Mapping[str, Any], served: Map
     known = (*served, *_UNUSED, *_OFF)
     close = difflib.get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(served)}"
-    raise RefusedError("unknown_parameter", _shown(name), f"unknown parameter; {advice}")
+    raise RefusedError("unknown_parameter", shown(name), f"unknown parameter; {advice}")
 
 
 def _chat(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,11 +146,11 @@ def _message(where: str, message: Any) -> dict[str, str]:
         if name in _MESSAGE_OFF and value:
             raise RefusedError("unsupported_parameter", f"{where}.{name}", "not served; leave it out")
         if name not in ("role", "content", *_MESSAGE_UNUSED, *_MESSAGE_OFF):
-            raise RefusedError("unknown_parameter", f"{where}.{_shown(name)}", "unknown; known are role, content, name")
+            raise RefusedError("unknown_parameter", f"{where}.{shown(name)}", "unknown; known are role, content, name")
     role = message.get("role")
     if type(role) is not str or role not in _ROLES:
-        shown = f"{_shown(role)}: " if type(role) is str else ""
-        raise RefusedError("invalid_value", f"{where}.role", f"{shown}must be one of {', '.join(_ROLES)}")
+        given = f"{shown(role)}: " if type(role) is str else ""
+        raise RefusedError("invalid_value", f"{where}.role", f"{given}must be one of {', '.join(_ROLES)}")
     return {"role": _ROLES[role], "content": _content(f"{where}.content", message.get("content"))}
 
 
@@ -170,5 +170,6 @@ def _part(where: str, part: Any) -> str:
     return str(part["text"])
 
 
-def _shown(word: str) -> str:
+def shown(word: str) -> str:
+    """A word that others wrote, for a message: on one line, and not long."""
     return repr(word[:64])[1:-1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from worker import codec
 from worker.batch.answers import answer_body, error_body, status_of
-from worker.batch.fields import CHAT, COMPLETIONS, RefusedError, check_job, job_fields
+from worker.batch.fields import CHAT, COMPLETIONS, RefusedError, check_job, job_fields, shown
 from worker.errors import InvalidJob, ProtocolError
 from worker.frames import Result
 from worker.wire import MAX_BODY_BYTES, encode_body
@@ -157,7 +157,7 @@ def _row(number: int, row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     column = rules.prompt_column or ""
     prompt = row.get(column)
     if problem := _prompt_problem(row, prompt):
-        raise RefusedError("invalid_value", _shown(column), problem)
+        raise RefusedError("invalid_value", shown(column), problem)
     custom_id = f"row-{number}" if rules.id_column is None else row.get(rules.id_column)
     if type(custom_id) is int:
         custom_id = str(custom_id)
@@ -191,8 +191,8 @@ def _request(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if method != "POST":
         raise RefusedError("invalid_method", "method", "must be POST")
     if url not in ENDPOINTS:
-        shown = f"{_shown(url)}: " if type(url) is str else ""
-        raise RefusedError("invalid_url", "url", f"{shown}must be one of {', '.join(ENDPOINTS)}")
+        given = f"{shown(url)}: " if type(url) is str else ""
+        raise RefusedError("invalid_url", "url", f"{given}must be one of {', '.join(ENDPOINTS)}")
     if type(request) is not dict:
         raise RefusedError("missing_required_parameter", "body", "must be a map, the request to the endpoint")
     return url, request
@@ -202,9 +202,5 @@ def _check_model(body: dict[str, Any], rules: Rules) -> None:
     if rules.ignore_model:
         body.pop("model", None)
     elif rules.served_name is not None and body.get("model", rules.served_name) != rules.served_name:
-        served = f"{_shown(body['model'])}: served is {_shown(rules.served_name)}"
+        served = f"{shown(body['model'])}: served is {shown(rules.served_name)}"
         raise RefusedError("model_not_found", "model", f"{served}; give --ignore-model, or --served-name as the lines have it")
-
-
-def _shown(text: str) -> str:
-    return repr(text[:64])[1:-1]
