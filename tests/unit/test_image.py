@@ -78,7 +78,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
             place.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / source, place)
     (installed,) = [run for run in steps("RUN") if "/src" in run]
-    assert installed == "/opt/slotmill/bin/pip install '/src[otel]'"
+    assert installed == "/opt/slotmill/bin/pip install '/src[otel,parquet]'"
     install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(root / "site"), "./src"]
     subprocess.run([sys.executable, "-m", "pip", *install], cwd=root, check=True, timeout=120, capture_output=True)
     return root
