@@ -20,7 +20,7 @@ import redis
 from click.core import ParameterSource
 
 from engine.errors import ConfigError, EngineError, RequestRefused
-from worker import config_file
+from worker import config_file, progress
 from worker.connection import DEFAULT_REDIS_URL, hide_password
 from worker.errors import (
     EngineUnavailable,
@@ -137,7 +137,8 @@ def _with_command(message: str, context: click.Context | None) -> str:
 def say(text: str = "", *, nl: bool = True) -> None:
     """Print on stdout. Leaves quietly when nobody reads any more, with one line when it cannot be written."""
     try:
-        click.echo(text, nl=nl)
+        with progress.aside():
+            click.echo(text, nl=nl)
     except OSError as error:
         raise click.exceptions.Exit(_give_up_output(error)) from None
 
@@ -159,7 +160,8 @@ def plain(text: str) -> str:
 
 def note(message: str) -> None:
     """Say one line on stderr."""
-    click.echo(f"worker: {' '.join(message.split())}", err=True)
+    with progress.aside():
+        click.echo(f"worker: {' '.join(message.split())}", err=True)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -5,6 +5,8 @@ Relies on rich, which is imported when there is something to show.
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PATIENCE_S = 2.0
+_shown: "list[Bar]" = []
 
 
 class Progress:
@@ -33,6 +36,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+            _shown.remove(self._bar)
 
     def update(self, done: int, total: int, detail: str = "") -> None:
         """`done` of `total`; `detail` is shown at the end of the line."""
@@ -42,7 +46,21 @@ class Progress:
             self._bar = _bar(self._unit)
             self._task = self._bar.add_task(self._what, total=total, completed=done, detail=detail)
             self._bar.start()
+            _shown.append(self._bar)
         self._bar.update(self._task, completed=done, total=total, detail=detail)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Bars leave the terminal while a line is printed: it would be written behind them."""
+    bars = list(_shown)
+    for bar in bars:
+        bar.stop()
+    try:
+        yield
+    finally:
+        for bar in bars:
+            bar.start()
 
 
 def _bar(unit: str) -> "Bar":
