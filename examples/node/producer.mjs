@@ -147,7 +147,7 @@ async function main(prompt) {
   }
   const { state, code } = step.value;
   console.log(`\n${JSON.stringify({ id, state, code, text })}`);
-  await redis.close();
+  process.exit(); // a subscriber that was connecting anew when it was destroyed may hold a socket
 }
 
 if (import.meta.url === pathToFileURL(process.argv[1]).href) await main(process.argv[2]);

@@ -33,14 +33,16 @@ def toy() -> None: ...
 @shared.line_options
 @click.option("--only", default="abcdefgh")
 @click.option("--then")
-def answer(*, only: str, then: str | None, **given: Any) -> None:
+@click.option("--fails", default="")
+def answer(*, only: str, fails: str, then: str | None, **given: Any) -> None:
     """A road that knows all answers."""
     files = shared.take_options(given)
     assert given == {}
     with shared.open_plan(files, "m") as plan, shared.open_output(plan, files, {"model": "m"}) as output:
         for line in plan.todo():
             if line.custom_id in only or line.custom_id.startswith("row"):
-                output.write(outcome_of(result_of(line, text=json.dumps(line.body))))
+                failed = {"state": "failed", "error": "model: m: too large"} if line.custom_id in list(fails) else {}
+                output.write(outcome_of(result_of(line, text=json.dumps(line.body), **failed)))
         if then == "interrupt":
             raise KeyboardInterrupt
         if then == "terminate":
@@ -94,8 +96,8 @@ def test_bad_lines_are_told_with_their_number_and_do_not_stop_the_rest(go: Go) -
     assert said == [
         "worker: in.jsonl, line 2: invalid_json_line: line: not one JSON value: wrong at character 0",
         "worker: in.jsonl, line 3: invalid_value: temperature: -1: a number from 0 to 100",
-        "worker: in.jsonl, line 4: model_not_found: model: \\x1b[2J: served is m; give --ignore-model, or --served-name as the"
-        " lines have it",
+        "worker: in.jsonl, line 4: model_not_found: model: \\x1b[2J: served is m; give --model or --served-name as the"
+        " lines have it, or --ignore-model",
         "worker: in.jsonl, line 5: duplicate_custom_id: custom_id: a stands in line 1 too; give each line one of its own",
         "worker: batch: 1 answers in out.jsonl, 4 errors in out.errors.jsonl",
     ]
@@ -128,7 +130,11 @@ def test_strict_does_nothing_when_a_line_is_bad(go: Go) -> None:
             [request(x, model="other") for x in "abc"],
             "none of its 3 lines can be served: model_not_found: model: other",
         ),
-        (["x"] * 3, "none of its 3 lines can be served: invalid_json_line: line: not one JSON value"),
+        (
+            ["x"] * 3,
+            "none of its 3 lines can be served: invalid_json_line: line: not one JSON value: wrong at character 0; each line "
+            "is a JSON object with custom_id, method, url and body; bare prompts go into a .csv, with --prompt-column",
+        ),
     ],
     ids=["empty", "blank", "one model", "no JSON"],
 )
@@ -190,7 +196,7 @@ def test_resuming_with_another_option_that_changes_answers_is_refused(go: Go) ->
     go("--only", "a")
     code, (line,) = go("--resume", "--max-tokens", "7")
     assert code == 2
-    assert "begun with other parameters (rules); give those, or go on all the same with --force" in line
+    assert "begun with other parameters (max_tokens: 1024, not 7); give those, or go on all the same with --force" in line
     assert go("--resume", "--max-tokens", "7", "--force")[0] == 0
 
 
@@ -306,6 +312,7 @@ def test_progress_is_shown_on_a_terminal_for_what_takes_long(
     with progress.Progress("[reading]", "lines") as bar:
         bar.update(1000, 5000)
         bar.update(2000, 5000, "3 failed")
+    assert progress._shown == []
     assert (("[reading]" in stream.getvalue()), "2,000 of 5,000" in stream.getvalue()) == (is_shown, is_shown)
 
 
@@ -337,3 +344,14 @@ def test_a_line_that_is_printed_while_a_bar_is_shown_stands_above_it(
         before, _, after = terminal.getvalue().partition(line)
         assert before.endswith("\x1b[2K")
         assert "1,000 of 5,000" in after
+
+
+def test_the_first_of_lines_that_failed_is_told_with_its_reason(go: Go) -> None:
+    write_input(Path("in.jsonl"), "abc")
+    assert go("--fails", "b") == (
+        1,
+        [
+            "worker: batch: 2 answers in out.jsonl, 1 errors in out.errors.jsonl",
+            "worker: batch: line 2 failed first: model: m: too large",
+        ],
+    )

@@ -235,7 +235,10 @@ def no_record(source: Path) -> dict[str, Any]:
     [
         (lambda _source: {"resume": False}, "--output: .*out.jsonl: is there already; go on with --resume"),
         (other_input, "its input was another one, .*in.jsonl; give that one, or go on all the same with --force"),
-        (lambda _source: {"parameters": {"model": "n", "seed": 1}}, r"begun with other parameters \(model, seed\)"),
+        (
+            lambda _source: {"parameters": {"model": "n", "seed": 1}},
+            r"begun with other parameters \(model: \"m\", not \"n\"; seed: null, not 1\)",
+        ),
         (lambda source: {"errors": source.with_name("e2.jsonl")}, "its errors are in errors.jsonl; give --errors as before"),
         (damaged_record, "not a record that this version can read"),
         (odd_record, "not a record that this version can read"),

@@ -203,4 +203,6 @@ def _check_model(body: dict[str, Any], rules: Rules) -> None:
         body.pop("model", None)
     elif rules.served_name is not None and body.get("model", rules.served_name) != rules.served_name:
         served = f"{shown(body['model'])}: served is {shown(rules.served_name)}"
-        raise RefusedError("model_not_found", "model", f"{served}; give --ignore-model, or --served-name as the lines have it")
+        raise RefusedError(
+            "model_not_found", "model", f"{served}; give --model or --served-name as the lines have it, or --ignore-model"
+        )

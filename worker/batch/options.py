@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SHOWN_BAD = 20
 """Bad lines that are told; the others are counted."""
+NO_JSON = "each line is a JSON object with custom_id, method, url and body; bare prompts go into a .csv, with --prompt-column"
 COLUMN_FIELDS = ("temperature", "top_p", "seed")
 """Options that are fields of the requests which the prompts of a column make."""
 
@@ -172,6 +173,9 @@ def tell_end(output: BatchOutput, options: FileOptions) -> int:
     """Say what was written where; the exit code."""
     errors = f", {output.num_errors} errors in {options.errors_path}" if output.num_errors else ""
     note(f"batch: {output.num_answers} answers in {options.output}{errors}")
+    if output.first_failure is not None:
+        error = output.first_failure.record["error"] or output.first_failure.record["response"]["body"]["error"]
+        note(f"batch: line {output.first_failure.number} failed first: {plain(error['message'])}")
     return FAILED if output.num_errors else OK
 
 
@@ -185,7 +189,9 @@ def _check(plan: Plan, options: FileOptions) -> None:
         raise InvalidOption(f"--input: {options.input}: no line in it; give it one request a line")
     num_bad = plan.num_lines - plan.num_good
     if not plan.num_good and len(reasons := _reasons(plan)) == 1:
-        raise InvalidOption(f"--input: {options.input}: none of its {num_bad} lines can be served: {reasons.pop()}")
+        (reason,) = reasons
+        hint = f"; {NO_JSON}" if reason.startswith("invalid_json_line") and options.rules.prompt_column is None else ""
+        raise InvalidOption(f"--input: {options.input}: none of its {num_bad} lines can be served: {plain(reason)}{hint}")
     for bad in islice(plan.bad(), SHOWN_BAD):
         note(f"{options.input}, line {bad.number}: {plain(_reason(bad))}")
     if num_bad > SHOWN_BAD:

@@ -23,6 +23,7 @@ Order = Literal["done", "input"]
 
 RECORD_SUFFIX = ".batch.json"
 VERSION = 1
+SHOWN_CHARS = 60
 
 
 class BatchOutput:
@@ -64,6 +65,7 @@ class BatchOutput:
         self._waiting: dict[int, Outcome] = {}
         self._next = 1
         self.num_answers = self.num_errors = self.num_dropped = self.num_retried = 0
+        self.first_failure: Outcome | None = None
         _check_paths(input_path, out, errors)
         with ExitStack() as opened:
             self._out = opened.enter_context(AppendedFile(out, "--output", is_new=not resume))
@@ -95,6 +97,8 @@ class BatchOutput:
         """Append its line, or keep it until its turn; False for a line that is done already. Marks it in the plan."""
         if not self._plan.mark_done(outcome.number):
             return False
+        if outcome.is_error and self.first_failure is None:
+            self.first_failure = outcome
         if self._is_ordered:
             self._waiting[outcome.number] = outcome
             self._write_turns()
@@ -240,9 +244,23 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any], *, is_writt
         return f"its input was another one, {found.get('input')}; give that one"
     if found.get("errors") != wanted["errors"]:
         return f"its errors are in {found.get('errors')}; give --errors as before"
-    before, now = found.get("parameters") or {}, wanted["parameters"]
+    before, now = _flat(found.get("parameters") or {}), _flat(wanted["parameters"])
     changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
-    return f"begun with other parameters ({', '.join(changed)}); give those" if changed else None
+    shown = "; ".join(f"{name}: {_short(before.get(name))}, not {_short(now.get(name))}" for name in changed)
+    return f"begun with other parameters ({shown}); give those" if changed else None
+
+
+def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by the names that users give them; how lines are read is a map, and fields of rows are one within."""
+    flat: dict[str, Any] = {}
+    for name, value in parameters.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _same(one: Path, other: Path) -> bool:

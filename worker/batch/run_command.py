@@ -58,7 +58,9 @@ def run(*, as_json: bool, **given: Any) -> None:
         with Progress(options.input.name, "lines") as progress:
 
             def tell(now: "Summary") -> None:
-                progress.update(plan.num_done, plan.num_lines, f"{now.tokens_per_s:,.0f} tokens/s")
+                progress.update(
+                    plan.num_done, plan.num_lines, f"{now.tokens_per_s:,.0f} tokens/s" if now.num_tokens else "starting"
+                )
 
             road = LocalRoad(settings, plan, output, batch_id, order=options.order, on_progress=tell)
             summary = road.run() if plan.num_done < plan.num_lines else road.summary
