@@ -33,6 +33,8 @@ Logger: TypeAlias = "structlog.typing.FilteringBoundLogger"
 _shows_prompts = False
 _is_json = False
 _is_brief = False
+prints: Callable[[str, Any], bool] | None = None
+"""Takes a brief line where something is drawn on the terminal (`progress.print_above`); False: it is to be written."""
 _bound: dict[str, str] = {}
 _stderr = Stderr()
 atexit.register(_stderr.drain)
@@ -122,13 +124,16 @@ def _who_and_what_first(_logger: Any, _method: str, entry: "structlog.typing.Eve
 
 
 def _as_a_command(_logger: Any, _method: str, entry: Any) -> str:
-    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
-        import structlog
+    import structlog
 
+    if entry.get("failed_starts"):  # whoever waits for an engine says why there is none
         raise structlog.DropEvent
     del entry["timestamp"], entry["level"], entry["part"]
     event = str(entry.pop("event")).replace("_", " ")
-    return " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
+    line = " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
+    if prints is not None and prints(line, sys.stderr):
+        raise structlog.DropEvent
+    return line
 
 
 class _Part:

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from tests.support.batch_files import custom_ids, request, result_of, write_input
-from worker import cli, command, progress
+from worker import cli, command, log, progress
 from worker.batch import options as shared
 from worker.batch.lines import Rules, outcome_of
 from worker.batch.output import record_path
@@ -309,7 +309,11 @@ def test_progress_is_shown_on_a_terminal_for_what_takes_long(
     assert (("[reading]" in stream.getvalue()), "2,000 of 5,000" in stream.getvalue()) == (is_shown, is_shown)
 
 
-@pytest.mark.parametrize("prints", [command.note, command.say])
+def log_error(text: str) -> None:
+    log.get("process").error(text)
+
+
+@pytest.mark.parametrize("prints", [command.note, command.say, log_error])
 @pytest.mark.parametrize("is_piped", [False, True])
 def test_a_line_that_is_printed_while_a_bar_is_shown_stands_above_it(
     monkeypatch: pytest.MonkeyPatch, prints: Callable[[str], None], is_piped: bool
@@ -320,11 +324,14 @@ def test_a_line_that_is_printed_while_a_bar_is_shown_stands_above_it(
     monkeypatch.setattr(progress, "PATIENCE_S", 0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(log, "prints", progress.print_above)
+    log.configure(form="brief")
     text = "[bold] and longer than a terminal of 40 columns is wide"
     with progress.Progress("bar", "lines") as bar:
         bar.update(1000, 5000)
         prints(text)
-    line = f"worker: {text}\n" if prints is command.note else f"{text}\n"
+    log.configure()
+    line = {command.note: f"worker: {text}\n", command.say: f"{text}\n"}.get(prints, f"worker: {text}:\n")
     if is_piped and prints is command.say:
         assert pipe.getvalue() == line
     else:
