@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from worker.progress import print_above
 from worker.stderr import Stderr
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ Logger: TypeAlias = "structlog.typing.FilteringBoundLogger"
 _shows_prompts = False
 _is_json = False
 _is_brief = False
+prints: Callable[[str, Any], bool] | None = None
+"""Takes a brief line where something is drawn on the terminal (`progress.print_above`); False: it is to be written."""
 _bound: dict[str, str] = {}
 _stderr = Stderr()
 atexit.register(_stderr.drain)
@@ -130,7 +131,7 @@ def _as_a_command(_logger: Any, _method: str, entry: Any) -> str:
     del entry["timestamp"], entry["level"], entry["part"]
     event = str(entry.pop("event")).replace("_", " ")
     line = " ".join([f"worker: {event}:", *", ".join(f"{name} {value}" for name, value in entry.items()).split()])
-    if print_above(line, sys.stderr):
+    if prints is not None and prints(line, sys.stderr):
         raise structlog.DropEvent
     return line
 

@@ -331,6 +331,7 @@ def test_a_line_that_is_printed_while_a_bar_is_shown_stands_above_it(
     monkeypatch.setattr(progress, "PATIENCE_S", 0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(log, "prints", progress.print_above)
     log.configure(form="brief")
     text = "[bold] and longer than a terminal of 40 columns is wide"
     with progress.Progress("bar", "lines") as bar:

@@ -15,7 +15,7 @@ from worker.batch.options import input_option as input_file
 from worker.batch.options import line_options, open_output, open_plan, output_options, take_options, tell_end
 from worker.command import Command, is_verbose, note, option, say
 from worker.engine_options import engine_options, engine_settings
-from worker.progress import Progress
+from worker.progress import Progress, print_above
 from worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def run(*, as_json: bool, **given: Any) -> None:
     """
     from worker.batch.local_road import LocalRoad
 
+    log.prints = print_above
     log.configure(verbose=is_verbose(), form="auto" if is_verbose() else "brief")
     options = take_options(given)
     settings = Settings(**engine_settings(given))
