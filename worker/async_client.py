@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from worker.client import Client, Retry, from_env, refuse_unwritable
+from worker.client import CLOSED, Client, Retry, from_env, refuse_unwritable
 from worker.deltas import Delta, Shown
 from worker.follower import Follower, Hear, Silence
 from worker.frames import Result
@@ -46,6 +46,7 @@ class AsyncClient:
         """See `Client`; also a client that is given is redis-py's synchronous one. `threads`: see `NUM_THREADS`."""
         self._client = Client(server, queue, patience_s=patience_s)
         self._threads = ThreadPoolExecutor(threads, "slotmill-client")
+        self._is_closed = False
         self._switchboard = Switchboard(self._client._redis)
 
     @classmethod
@@ -63,6 +64,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close what this client opened, once the calls that have begun are over."""
+        self._is_closed = True
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self._client.close()
 
@@ -97,6 +99,8 @@ class AsyncClient:
         return await self._run(partial(self._client.state, job_id))
 
     async def _run(self, call: Callable[[], T]) -> T:
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 

@@ -55,6 +55,7 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 MAX_DELAY_S = JOB_TTL_S
 """As long as the server remembers a job that nothing happens to."""
+CLOSED = "client: it is closed; make another one"
 CLOSED_S = 10.0
 """When to ask again whether a queue has been reopened."""
 
@@ -78,8 +79,9 @@ class Client:
             raise ValueError("client: decode_responses is True, which cannot carry msgpack; pass one with False")
         self._broker = Broker(self._redis, queue, worker_id="client")
         self._keys = self._broker.keys
-        self._patience_s = patience_s
+        self._patience_s = patience_s if patience_s > 0 else 0.0  # NaN, too
         self._was_reached = False
+        self._is_closed = False
 
     def __enter__(self) -> "Client":
         return self
@@ -93,7 +95,8 @@ class Client:
         return cls(*from_env(), patience_s=patience_s)
 
     def close(self) -> None:
-        """Close what this client opened."""
+        """Close what this client opened. Calls raise `RuntimeError` from then on."""
+        self._is_closed = True
         self._broker.close()
         if self._owns:
             self._redis.close()
@@ -201,7 +204,7 @@ class Client:
             return decode_result(stored).state
         if (state := self._broker.register(job_id)) is not None and state.encode() not in ENDED:
             return state
-        raise UnknownJob(f"job {job_id}: not on queue {self._keys.queue}: it never was, or its result has expired")
+        raise UnknownJob(f"job {job_id[:128]}: not on queue {self._keys.queue}: it never was, or its result has expired")
 
     def _stored(self, job_id: str) -> Result | None:
         stored = self._call(lambda: self._broker.result(job_id))
@@ -212,6 +215,8 @@ class Client:
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call until the server answers. For what is safe to run twice."""
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
         retry = Retry(self, deadline=None)
         while True:
             try:
@@ -377,5 +382,7 @@ def _check_bounds(idempotency_key: object, max_queued: object, delay_s: object) 
 
 def refuse_unwritable(job_id: str) -> None:
     """`UnknownJob` for an id that no key can hold."""
+    if not isinstance(job_id, str):
+        raise UnknownJob(f"job {job_id!r:.64}: an id is text")
     if has_lone_surrogate(job_id):
-        raise UnknownJob(f"job {job_id!r}: no id can hold a lone surrogate")
+        raise UnknownJob(f"job {job_id[:128]!r}: no id can hold a lone surrogate")

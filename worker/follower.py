@@ -84,7 +84,7 @@ class Follower:
         if self._deadline is None:
             return self._check_s
         left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        if not left_s > 0:  # NaN, too
             raise self._timeout()
         return min(self._check_s, left_s)
 

@@ -12,7 +12,7 @@ from tests.support.server import BrokerMaker, brokers, embedded_server, wait_wri
 from tests.support.streams import Listens, Reader, Work, ids, text
 from tests.support.wait import wait_until
 from worker.broker import Broker
-from worker.client import AsyncClient, Delta
+from worker.client import AsyncClient, Client, Delta
 from worker.connection import connect
 from worker.embedded import EmbeddedServer
 from worker.errors import InvalidJob, JobFailed, QueueFull, ServerUnavailable, UnknownJob, WaitTimeout
@@ -47,6 +47,17 @@ def client(redis_url: str, queue: str, run: Run) -> Iterator[AsyncClient]:
     made = AsyncClient(redis_url, queue)
     yield made
     run(made.close())
+
+
+def test_a_client_that_is_closed_says_so(client: AsyncClient, redis_url: str, queue: str, run: Run) -> None:
+    job_id = run(client.enqueue("Hi"))
+    run(client.close())
+    with pytest.raises(RuntimeError, match="client: it is closed"):
+        run(client.state(job_id))
+    threaded = Client(redis_url, queue)
+    threaded.close()
+    with pytest.raises(RuntimeError, match="client: it is closed"):
+        threaded.enqueue("Hi")
 
 
 class AsyncReader(Reader):

@@ -680,3 +680,15 @@ def test_an_enqueue_waits_for_a_server_that_is_full_for_now(fragile: tuple[Embed
         plain.config_set("maxmemory", 0)
         putting.join(10)
         assert (done, client.state("k")) == (["k"], "queued")
+
+
+def test_a_wait_of_no_number_of_seconds_is_over_at_once(client: Client) -> None:
+    with pytest.raises(WaitTimeout):
+        client.result(client.enqueue("Hi"), float("nan"))
+
+
+@pytest.mark.parametrize("job_id", [None, 5, b"x", ["x"], "x" * 100_000], ids=["None", "int", "bytes", "list", "long"])
+def test_what_is_no_id_is_an_unknown_job_in_few_words(client: Client, job_id: object) -> None:
+    with pytest.raises(UnknownJob) as unknown:
+        client.state(job_id)  # type: ignore[arg-type]
+    assert len(str(unknown.value)) < 300
