@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
+from worker.codec import has_lone_surrogate
 from worker.connection import hide_password
 
 SHARED = ("redis-url", "queue", "partitions")
@@ -36,11 +37,13 @@ def use(ctx: click.Context, _option: click.Parameter, path: Path | None) -> None
         return
     commands = dict(_commands(ctx.find_root().command))
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         shared = _values({key: value for key, value in given.items() if key not in commands}, commands, "")
         own = {name: _values(given.get(name, {}), {name: command}, name) for name, command in commands.items()}
     except OSError as error:
         raise click.UsageError(f"--config: {path}: {error.strerror}; name a TOML file", ctx) from None
+    except RecursionError:
+        raise click.UsageError(f"{path}: nested too deeply; no option takes more than a list", ctx) from None
     except ValueError as error:
         raise click.UsageError(f'{path}: {error}; write TOML, as in queue = "jobs"', ctx) from None
     except _Refused as refused:
@@ -67,16 +70,19 @@ def _line(ctx: click.Context, key: str, option: click.Option) -> str:
     value, source = ctx.params[option.name or ""], _source(ctx, option)
     if value is None:
         return f"# {key} is not set"
+    if has_lone_surrogate(_toml(value)):
+        return f"# {key} is not text that a file can hold, {source}; give {option.envvar}"
     if isinstance(value, str) and hide_password(value) != value:
         return f"# {key} = {_toml(hide_password(value))}  # {source}; without its password, so give {option.envvar}"
     return f"{key} = {_toml(value)}  # {source}"
 
 
 def _source(ctx: click.Context, option: click.Option) -> str:
+    path = str(ctx.meta.get(_FILE))
     return {
         ParameterSource.COMMANDLINE: f"from {option.opts[-1]}",
         ParameterSource.ENVIRONMENT: f"from {option.envvar}",
-        ParameterSource.DEFAULT_MAP: f"from {ctx.meta.get(_FILE)}",
+        ParameterSource.DEFAULT_MAP: f"from {path if path.isprintable() else json.dumps(path)}",
     }.get(ctx.get_parameter_source(option.name or "") or ParameterSource.DEFAULT, "default")
 
 
@@ -143,6 +149,8 @@ def _checked(option: click.Option, value: object, where: str) -> object:
             option.type.convert(item, None, None)
         except click.BadParameter as error:
             raise _Refused(f"{where}: {error.message}") from None
+        except OverflowError:
+            raise _Refused(f"{where}: {_toml_start(item)} is too large for {words}") from None
     return value
 
 

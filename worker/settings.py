@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.config import EngineConfig, usable_cores
-from worker.connection import DEFAULT_REDIS_URL
+from worker.connection import DEFAULT_REDIS_URL, connect
 from worker.errors import InvalidOption
 from worker.keys import DEFAULT_QUEUE, Keys, names_of
 
@@ -85,6 +85,12 @@ class Settings:
             if not 1 <= len(name) <= 128 or not 0.001 <= weight <= 1000:
                 limits = "not a name of 1 to 128 characters with a weight of 0.001 to 1000"
                 yield f"--tenant-weight: {name[:64]}={weight:g} is {limits}; write acme=2"
+        if not self.engine.model:
+            yield f"--model: is empty; name one, such as {DEFAULT_MODEL}"
+        try:
+            connect(self.redis_url, self.queue)  # opens nothing
+        except InvalidOption as error:
+            yield from error.problems
         try:
             for name in self.queues:
                 Keys(name)  # refuses a name that cannot stand in a key

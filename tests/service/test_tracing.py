@@ -103,7 +103,8 @@ def test_spans_without_the_extra_are_refused_in_one_line() -> None:
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [
-        "worker: --otlp-endpoint: http://127.0.0.1:4318: OpenTelemetry's SDK is not installed; pip install 'slotmill[otel]'"
+        "worker: start: --otlp-endpoint: http://127.0.0.1:4318: OpenTelemetry's SDK is not installed; "
+        "pip install 'slotmill[otel]'"
     ]
 
 

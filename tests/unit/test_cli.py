@@ -168,6 +168,18 @@ def test_all_options_that_cannot_work_are_told_at_once(started: list[Settings], 
     assert not started
 
 
+@pytest.mark.parametrize("url", ["http://x", "", "redis://u:secret@h:99999999/0"])
+def test_a_check_of_the_options_reads_the_url_and_the_model_too(
+    started: list[Settings], capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    assert command.run(cli.cli, ["start", "--cpu", "--check", "--model", "", "--redis-url", url]) == 2
+    model, server = capsys.readouterr().err.splitlines()
+    assert model.startswith("worker: start: --model: is empty")
+    assert "redis URL: cannot be read" in server
+    assert "secret" not in server
+    assert not started
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -364,7 +376,8 @@ def test_the_entry_point_knows_its_version() -> None:
 
 
 INTERRUPTED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are without
 module, number = sys.argv[1], int(sys.argv[2])
 class Finder:
     def find_spec(self, name, path=None, target=None):

@@ -75,6 +75,9 @@ def test_a_section_is_of_one_command_and_comes_before_what_all_share(started: li
         ("start = 3", "start is a section; write [start]"),
         ("model = 'm'", "model: no such option"),
         ("queue = ", 'write TOML, as in queue = "jobs"'),
+        ("queue = " + 3000 * "[", "nested too deeply"),
+        (f"[start]\nlease-s = {400 * '9'}", "is too large for a number"),
+        (f"[start]\nkv-memory = {400 * '9'}", "is too large for a number or text"),
     ],
 )
 def test_a_file_that_is_not_well_is_refused_in_one_line_with_its_name(
@@ -86,6 +89,26 @@ def test_a_file_that_is_not_well_is_refused_in_one_line_with_its_name(
     assert len(lines) == 1
     assert f"{file}: " in lines[0]
     assert message in lines[0]
+
+
+def test_a_byte_order_mark_is_passed_over(started: list[Settings], file: Path) -> None:
+    file.write_text('queue = "q"', encoding="utf-8-sig")
+    assert start(file) == 0
+    assert started[0].queue == "q"
+
+
+@pytest.mark.parametrize("name", ["two\nlines.toml", "a\udcff.toml"])
+def test_what_is_printed_can_be_read_whatever_the_file_is_called(
+    started: list[Settings], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named, printed = tmp_path / name, tmp_path / "printed.toml"
+    named.write_text("[start]\nmax-slots = 3")
+    assert start(named, "--served-name", "a\udcff", "--print-config") == 0
+    shown = capsys.readouterr().out
+    assert "# served-name is not text that a file can hold, from --served-name; give SLOTMILL_SERVED_NAME" in shown
+    printed.write_text(shown, encoding="utf-8")
+    assert start(printed) == 0
+    assert started[0].engine.max_slots == 3
 
 
 def test_a_missing_file_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
