@@ -280,6 +280,14 @@ def test_without_a_server_it_is_one_line_and_code_5(capsys: Capture) -> None:
     assert told.err.startswith("worker: redis server 127.0.0.1:1: ")
 
 
+HEARS_CTRL_C = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are without
+from worker.cli import main
+main()
+"""
+
+
 @pytest.mark.parametrize("how", ["q", "ctrl-c", "sigterm"])
 def test_on_a_terminal_it_is_a_live_screen_that_is_left_as_it_was_found(
     make_worker: WorkerMaker, redis_url: str, queue: str, how: str
@@ -287,7 +295,7 @@ def test_on_a_terminal_it_is_a_live_screen_that_is_left_as_it_was_found(
     make_worker("--max-slots", "3")
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    command_words = [sys.executable, "-m", "worker.cli", "top", "--redis-url", redis_url, "--queue", queue]
+    command_words = [sys.executable, "-c", HEARS_CTRL_C, "top", "--redis-url", redis_url, "--queue", queue]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "90", "LINES": "20"}
     process = subprocess.Popen(command_words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     shown = b""
